@@ -17,7 +17,7 @@ class Config:
     architecture : str
         The family's name: ``model_type`` in config.json.
     vocabulary : int
-        V.
+        V, the number of different tokens.
     num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff : int
         The number of layers, and E, H, Hkv, D and F of each layer.
     max_length : int

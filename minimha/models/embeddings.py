@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 
 def sinusoidal(num_positions: int, d_model: int) -> NDArray[np.float64]:
-    """Return sin(p / 10000^(2i/E)) in column 2i and cos in column 2i + 1 of row p, (P, E), float64.
+    """Return (P, E), float64: row p has sin(p / 10000^(2i/E)) in column 2i, and cos in 2i + 1.
 
     Vaswani et al., "Attention Is All You Need", 2017, section 3.5. E must be even.
 
@@ -35,7 +35,7 @@ def sinusoidal(num_positions: int, d_model: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, eq=False)
 class Embeddings:
-    """The embeddings scale · tokens[id] + types[t] + positions[p], one row per token.
+    """The embedding scale · tokens[id] + types[t] + positions[p] of token id, type t, position p.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class MaskedHead:
-    """The head norm(activation(x W + b)) W_vocab + b_vocab: the logits of a masked token.
+    """The output layer norm(activation(x W + b)) W_vocab + b_vocab: a masked token's logits.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class Encoder:
             return np.asarray(tap("logits", logits))
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the checked numbers (L,) of the tokens; text goes through the tokenizer."""
+        """Return the tokens' numbers (L,), checked. Text is converted by the tokenizer."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _types(self, types: ArrayLike | None, L: int) -> NDArray[np.int64] | None:

@@ -112,7 +112,7 @@ class EncoderDecoder:
         self, ids: str | ArrayLike, *, backend: Backend = "auto", tap: Tap = no_tap,
         replace: Steps = None,
     ) -> Array:  # fmt: skip
-        """Return the rows of the source after the encoder.
+        """Return the encoder's output: one row for each token of the source.
 
         Parameters
         ----------
@@ -177,7 +177,7 @@ class EncoderDecoder:
             return np.asarray(self.unembed(x, tap)[0])
 
     def unembed(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Return the logits (..., L, V) of rows x (..., L, E) of the decoder."""
+        """Return the logits (..., L, V) of the decoder's rows x (..., L, E)."""
         tap = safe_tap(tap)
         if self.decoder_norm is not None:
             x = self.decoder_norm(x, prefixed(tap, "final_"))
@@ -239,7 +239,7 @@ class EncoderDecoder:
         return generated(logits, np.array([self.start]), count, sample, last)
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the checked numbers (L,) of the tokens; text goes through the tokenizer."""
+        """Return the tokens' numbers (L,), checked. Text is converted by the tokenizer."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _decoded(

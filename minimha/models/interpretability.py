@@ -152,31 +152,31 @@ def _places(name: str, given: ArrayLike, count: int) -> Ids:
 
 
 def previous(ids: Ids) -> NDArray[np.bool_]:
-    """Mark key j = i - 1, the previous token, in a mask (L, L) (Clark et al. 2019, section 3.1)."""
+    """Mark key i - 1, the token before query i, in a mask (Clark et al. 2019, section 3.1)."""
     return np.eye(len(ids), k=-1, dtype=bool)
 
 
 def first(ids: Ids) -> NDArray[np.bool_]:
-    """Mark key 0 for i > 0 (Clark et al. 2019; attention sinks in Xiao et al. 2024)."""
+    """Mark key 0 for queries i > 0 (Clark et al. 2019; attention sinks in Xiao et al. 2024)."""
     i = np.arange(len(ids))
     return np.asarray((i[:, None] > 0) & (i == 0))
 
 
 def itself(ids: Ids) -> NDArray[np.bool_]:
-    """Mark key j = i > 0, the query's token; the first query is left out: it sees no other."""
+    """Mark key i, the query's own token, for i > 0. Query 0 is left out: it sees no other key."""
     found = np.eye(len(ids), dtype=bool)
     found[:1] = False
     return found
 
 
 def matching(ids: Ids) -> NDArray[np.bool_]:
-    """Mark keys j < i with the token of query i (Wang et al. 2022: duplicate token heads)."""
+    """Mark keys j < i whose token is query i's too (Wang et al. 2022: duplicate token heads)."""
     found: NDArray[np.bool_] = np.tril(ids[:, None] == ids, k=-1)
     return found
 
 
 def induction(ids: Ids) -> NDArray[np.bool_]:
-    """Mark keys j <= i after an earlier token that equals the token of query i.
+    """Mark keys j <= i whose previous token equals the token of query i.
 
     Elhage et al. 2021, "Induction Heads"; Olsson et al. 2022, who call the score prefix matching.
     """
@@ -193,12 +193,12 @@ PATTERNS: dict[str, Pattern] = {
 
 @dataclass(frozen=True, eq=False)
 class Behaviours:
-    """The share of attention that each head gives to the keys of each pattern.
+    """How much attention each head gives to the keys that patterns such as ``previous`` mark.
 
     Attributes
     ----------
     names : tuple of str
-        The n patterns that mark a key in at least one prompt.
+        The names of the n patterns that mark a key in at least one prompt.
     scores : ndarray of shape (layers, H, n)
         The total weight of the marked keys, averaged over the queries that have a marked key.
     uniform : ndarray of shape (n,)
@@ -216,7 +216,7 @@ class Behaviours:
 def behaviours(
     model: Transformer, prompts: Iterable[Prompt], patterns: Mapping[str, Pattern] = PATTERNS
 ) -> Behaviours:
-    """Compute how much attention every head of a model gives to the keys of every pattern.
+    """Compute how much attention each head of a model gives to the keys that each pattern marks.
 
     Parameters
     ----------

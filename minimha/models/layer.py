@@ -80,7 +80,10 @@ class Layer:
         self, x: Array, tap: Tap = no_tap, *, is_causal: bool = False,
         cache: KVCache | None = None, **options: Any,
     ) -> Array:  # fmt: skip
-        """Return x plus the output of attention, normalised; a cache makes the attention causal."""
+        """Return x + f(norm(x)), or norm(x + f(x)) if norms come last, where f is attention.
+
+        A ``cache`` makes the attention causal.
+        """
         options |= {"scale": self.scale, "softcap": self.softcap, "cache": cache}
         if is_causal and cache is None:
             window = None if self.window is None else (self.window - 1, 0)
@@ -96,7 +99,7 @@ class Layer:
     def attend_across(
         self, x: Array, memory: Array, kept: tuple[Array, Array] | None, tap: Tap, **options: Any
     ) -> Array:
-        """Return x plus the output of cross-attention to ``memory`` (B, Ls, E), normalised.
+        """Return x + f(norm(x)) or norm(x + f(x)), where f attends to ``memory`` (B, Ls, E).
 
         ``kept`` has the memory's keys and values, from ``keys_and_values``, or is None.
         """
@@ -120,7 +123,7 @@ class Layer:
         return self.cross.project(memory[:, :0], memory, memory)[1:]
 
     def feed(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Return x plus the output of the feed-forward, normalised."""
+        """Return x + f(norm(x)), or norm(x + f(x)) if norms come last; f is the feed-forward."""
         if not self.norm_first:
             summed = tap("post_residual", x + self.feed_forward(x, tap))
             return self.feed_forward_norm(summed, prefixed(tap, "post_residual_"))

@@ -97,7 +97,7 @@ def check(temperature: Any, top_k: Any, top_p: Any) -> None:
 def sampler(
     temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0
 ) -> Callable[[ArrayLike], int]:
-    """Return a function that draws a token's number from logits (V,); check the options now.
+    """Return a function that draws a token's number from logits (V,). Check the options at once.
 
     >>> sampler(top_k=1)([0.0, 3.0, 1.0])
     1
@@ -118,8 +118,8 @@ def generated(
 ) -> Iterator[int]:  # fmt: skip
     """Yield up to ``count`` sampled tokens, until a token in ``ends`` has been sampled.
 
-    ``logits`` receives tokens (L,) that it has not yet received, and returns rows of logits. The
-    last row is for the next token.
+    ``logits`` is called with the tokens (L,) that are new since its last call. The last row of its
+    result is for the next token.
     """
     for _ in range(count):
         token = sample(logits(tokens)[-1])

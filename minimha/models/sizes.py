@@ -133,7 +133,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class Savings:
-    """The difference between a model and the same model with num_kv_heads = num_heads."""
+    """What a model saves compared with the same model with num_kv_heads = num_heads."""
 
     parameters: int
     prefill_flops: int
@@ -190,7 +190,7 @@ def find(name: str) -> Preset:
 
 
 def check_length(preset: Preset, length: int) -> int:
-    """Return ``length`` if it is an integer from 1 to the preset's max_length, else raise."""
+    """Return ``length`` if it is an integer from 1 to the preset's max_length; raise if not."""
     _check_preset(preset)
     tokens = integer("length", length, 1)
     if tokens > preset.max_length:
@@ -276,7 +276,7 @@ def decode_flops(preset: Preset, length: int) -> Flops:
     """Return the FLOPs of one decode step, for the last of ``length`` tokens.
 
     The formulas are those of ``prefill_flops``, with one token and L pairs, or min(L, w) with a
-    window w. The attention of a prefill is the sum over the decode steps up to its length.
+    window w. A prefill's attention takes as many FLOPs as its tokens' decode steps together.
 
     Raises
     ------
@@ -327,9 +327,9 @@ def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
 
 
 def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savings:
-    """Return the savings compared with the same model with num_kv_heads = num_heads.
+    """Return what a model saves compared with the same model with num_kv_heads = num_heads.
 
-    The cache shrinks to Hkv / H, and so do W_k and W_v. The attention's FLOPs stay, since every
+    The cache, W_k and W_v shrink to Hkv / H of their size. The attention's FLOPs stay, since each
     query head still attends to every key. Arguments are those of ``kv_cache_bytes``.
 
     Ainslie et al., "GQA", 2023, section 2.2.

@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
 def numbers(
     name: str, ids: str | ArrayLike, V: int, tokenizer: Tokenizer | None
 ) -> NDArray[np.int64]:
-    """Return the tokens' numbers (L,), each from 0 to V - 1; text goes through the tokenizer."""
+    """Return the numbers (L,) of tokens, checked to be below V. Text needs ``tokenizer``."""
     if isinstance(ids, str):
         if tokenizer is None:
             raise ValueError(
@@ -84,12 +84,12 @@ def numbers(
 
 
 def ends(name: str, eos: ArrayLike | None, default: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the numbers of the tokens that end a text: ``eos``, or ``default`` if that is None."""
+    """Return the tokens that end a text: ``eos``, or ``default`` if ``eos`` is None."""
     return tuple(default if eos is None else as_integers(name, eos).ravel().tolist())
 
 
 def check_length(name: str, num_tokens: int, start: int, max_length: int) -> None:
-    """Raise ValueError if tokens from position ``start`` on exceed ``max_length``."""
+    """Raise ValueError if ``num_tokens`` tokens from position ``start`` exceed ``max_length``."""
     if start + num_tokens > max_length:
         after = f" after {start} earlier ones" if start else ""
         raise ValueError(

@@ -92,7 +92,7 @@ class Transformer:
     def hidden(
         self, ids: str | ArrayLike, *, tap: Tap = no_tap, replace: Steps = None, **options: Any
     ) -> Array:
-        """Return each token's row after the final norm, (L, E); arguments as in ``logits``."""
+        """Return each token's row (L, E) after the final norm. Arguments are as in ``logits``."""
         with replacing(tap, replace) as tap:
             x = self.residual(ids, tap=tap, **options)
             return np.asarray(self.final_norm(x, prefixed(tap, "final_"))[0])
@@ -101,7 +101,7 @@ class Transformer:
         self, ids: str | ArrayLike, *, cache: Sequence[KVCache] | None = None,
         backend: Backend = "auto", tap: Tap = no_tap,
     ) -> Array:  # fmt: skip
-        """Return each token's row after the last block, (1, L, E); arguments as in ``logits``."""
+        """Return tokens' rows (1, L, E) after the last block. Arguments are as in ``logits``."""
         tokens = self.encode(ids)
         start = 0 if cache is None else int(cache[0].lengths[0])
         check_length("ids", len(tokens), start, self.config.max_length)
@@ -196,7 +196,7 @@ class Transformer:
         return generated(logits, tokens, count, sample, last)
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the checked numbers (L,) of the tokens; text goes through the tokenizer."""
+        """Return the tokens' numbers (L,), checked. Text is converted by the tokenizer."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _head(self) -> Array:

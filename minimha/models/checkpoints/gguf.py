@@ -63,7 +63,7 @@ SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 
 
 def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
-    """Read a GGUF file: return settings like a config.json's, the tensors by name, the metadata."""
+    """Read a GGUF file: settings as in a config.json, the tensors by name, and the metadata."""
     stored, tensors = _contents(path)
     metadata = Settings(stored, str(path))
     architecture = metadata.text("general.architecture")
@@ -220,7 +220,7 @@ def _changed_back(architecture: str, part: str, tensor: Array, config: dict[str,
 
 
 def half_split(W: Array, heads: int) -> Array:
-    """Reorder the rows of each head from interleaved pairs (2i, 2i + 1) to (i, i + D/2).
+    """Reorder the rows of each head so that RoPE's pairs (2i, 2i + 1) become (i, i + D/2).
 
     >>> half_split(np.array([0, 2, 1, 3]), 1)
     array([0, 1, 2, 3])

@@ -75,7 +75,7 @@ class Settings:
         return value
 
     def is_local(self, default: list[bool]) -> list[bool]:
-        """Return whether each layer has a window, by layer_types or else by ``default``."""
+        """Return for each layer True if it has a window, from layer_types or else ``default``."""
         given = self.get("layer_types")
         if given is None:
             return default
@@ -87,7 +87,7 @@ class Settings:
         return [kind == LOCAL for kind in given]
 
     def quotient(self, key: str, divisor: str) -> int:
-        """Return the quotient of two settings; raise ValueError if there is a remainder."""
+        """Return setting ``key`` divided by setting ``divisor``; raise ValueError for a remainder."""
         width, parts = self.count(key), self.count(divisor)
         if width % parts:
             raise ValueError(
@@ -116,7 +116,7 @@ class Settings:
         return None if self.get(key) is None else self.number(key, low=POSITIVE)
 
     def expect(self, key: str, *values: Any) -> None:
-        """Raise ValueError unless the value is in ``values``, whose first is the default."""
+        """Raise ValueError unless ``key`` has one of ``values``. A missing key has the first."""
         value = self.values.get(key, values[0])
         if value not in values:
             listed = " or ".join(map(repr, values))

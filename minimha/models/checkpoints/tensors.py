@@ -31,7 +31,7 @@ class Tensors:
         return name in self._left
 
     def take(self, name: str, *shape: int) -> Array:
-        """Take the tensor of this name and shape, as float32."""
+        """Remove the tensor ``name``, check that it has ``shape``, and return it as float32."""
         if name not in self._left:
             raise ValueError(f"tensor {name} is missing: expected shape {shape}")
         given: Any = self._left.pop(name)
@@ -44,22 +44,22 @@ class Tensors:
         return cast(array, np.dtype(np.float32))
 
     def add_prefix(self, prefix: str, name: str) -> None:
-        """Add ``prefix`` to all names if there is a tensor ``name``: in models without a head."""
+        """If there is a tensor ``name``, the model has no head: add ``prefix`` to all names."""
         self._has_no_head = name in self
         if self._has_no_head:
             self._left = {prefix + name: array for name, array in self._left.items()}
 
     def leave(self, *names: str) -> None:
-        """Drop tensors that the model does not need."""
+        """Drop the tensors ``names``, which the model does not need."""
         for name in names:
             self._left.pop(name, None)
 
     def linear(
         self, ours: str, name: str, rows: int, columns: int, has_bias: bool = False
     ) -> dict[str, Array]:
-        """Take ``name.weight`` and ``name.bias`` as W_ours (rows, columns) and b_ours (columns,).
+        """Return a dictionary with ``name``'s weight as W_``ours`` and its bias as b_``ours``.
 
-        torch stores W as (columns, rows) and computes x Wᵀ; W_ours is the transposed view.
+        torch stores the weight as (columns, rows); W_ours (rows, columns) is its transposed view.
         """
         taken = {f"W_{ours}": self.take(f"{name}.weight", columns, rows).T}
         if has_bias:
@@ -69,9 +69,9 @@ class Tensors:
     def attention(
         self, config: Config, names: Sequence[str], biases: str = "", **others: Any
     ) -> MultiHeadAttention:
-        """Take the matrices with these four names, in the order q, k, v, o, and return the layer.
+        """Return an attention layer with the matrices ``names``, in the order q, k, v, o.
 
-        ``biases`` has the letters of the matrices with a bias; ``others`` are further arguments.
+        ``biases`` has the letters of matrices with a bias: "qkv". ``others`` are further arguments.
         """
         E, H, Hkv = config.d_model, config.num_heads, config.num_kv_heads
         queries, keys = H * config.head_dim, Hkv * config.head_dim
@@ -81,17 +81,17 @@ class Tensors:
         return MultiHeadAttention.from_combined(**others, num_heads=H, num_kv_heads=Hkv)
 
     def rms_norm(self, name: str, E: int, epsilon: float) -> RMSNorm:
-        """Take the gain of a norm."""
+        """Return the RMSNorm whose gain, of shape (E,), is the tensor ``name``.weight."""
         return RMSNorm(self.take(f"{name}.weight", E), epsilon)
 
     def layer_norm(self, name: str, E: int, epsilon: float) -> LayerNorm:
-        """Take the gain and bias of a norm, which the first checkpoints call gamma and beta."""
+        """Return the LayerNorm ``name``. Old checkpoints call its gain gamma and its bias beta."""
         parts = ("gamma", "beta") if f"{name}.gamma" in self else ("weight", "bias")
         gain, bias = (self.take(f"{name}.{part}", E) for part in parts)
         return LayerNorm(gain, bias, epsilon)
 
     def tied(self, name: str, other: Array, is_tied: bool = True) -> Array:
-        """Take the tensor ``name``; if ``is_tied``, it must equal ``other``, which is returned."""
+        """Return the tensor ``name``, or ``other`` if ``is_tied``; both must then be equal."""
         if is_tied and name not in self:
             return other
         own = self.take(name, *other.shape)
@@ -108,7 +108,7 @@ class Tensors:
         return np.asarray(self.tied("lm_head.weight", tokens, is_tied).T)
 
     def check_all_taken(self) -> None:
-        """Raise ValueError if a tensor is left that no part of the model has taken."""
+        """Raise ValueError if there is a tensor that no part of the model has taken."""
         if self._left:
             first, *others = self._left
             more = f" and {len(others)} more are" if others else " is"

@@ -50,7 +50,7 @@ BANKS = {"swam": {"wet": 0.6, "muddy": 0.4}, "needed": {"open": 0.6, "closed": 0
 
 
 def either(first: Options, share: float, second: Options) -> dict[str, float]:
-    """Return probabilities of words: ``share`` for ``first`` together, the rest for ``second``."""
+    """Map words to probabilities: those of ``first`` sum to ``share``, all others to the rest."""
     parts = [(_shares(first), share), (_shares(second), 1 - share)]
     return {word: part * p for shares, part in parts for word, p in shares.items()}
 
@@ -200,7 +200,7 @@ KINDS: dict[Kind, float] = {
 
 
 def walk(kind: Kind, draw: random.Random) -> Iterator[tuple[str, dict[str, float]]]:
-    """Draw the words of one passage; yield each with the probabilities of all possible words."""
+    """Draw a passage: yield each word, with a map from all possible words to probabilities."""
     steps = _steps(kind())
     shares = next(steps)
     while shares:
@@ -220,7 +220,7 @@ def any_kind(draw: random.Random) -> Kind:
 
 
 def vocabulary() -> list[str]:
-    """Return all words of the world in alphabetical order."""
+    """Return all words that passages can have, in alphabetical order."""
     draw = random.Random(0)
     return sorted({word for kind in KINDS for _ in range(2000) for word in passage(kind, draw)})
 

@@ -17,7 +17,7 @@ from minimha.models.world.grammar import Kind
 
 @dataclass(frozen=True)
 class Question:
-    """A text and the grammar's probability of each possible next word."""
+    """A text, and the probability of each possible next word by the grammar."""
 
     words: tuple[str, ...]
     answers: dict[str, float]  # most probable first
@@ -25,10 +25,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Score:
-    """The share of right answers, and the differences of probabilities from the grammar's.
+    """How well a model answers: its share of right answers, and errors of its probabilities.
 
     An answer is right if the model's most probable word is also one of the grammar's. A question's
-    difference is the largest over words; ``largest`` and ``mean`` are over the questions.
+    error is the largest over words; ``largest`` and ``mean`` are over the questions.
     """
 
     right: float
@@ -59,7 +59,7 @@ HELD_OUT = ("receiver", "thing received", "repetition", "description")
 
 
 def questions(relation: str, number: int = 200, *, before: int = 0) -> list[Question]:
-    """Return up to ``number`` different questions about one relation, a key of RELATIONS.
+    """Return up to ``number`` different questions about ``relation``, a key of RELATIONS.
 
     ``before`` is the number of passages of any kind before each question. The questions are the
     same for every ``before``.
@@ -82,13 +82,13 @@ def questions(relation: str, number: int = 200, *, before: int = 0) -> list[Ques
 
 
 def passages(number: int = 40) -> list[str]:
-    """Return ``number`` passages of each kind, always the same."""
+    """Return ``number`` passages of each kind. Every call returns the same passages."""
     draw = random.Random("passages")
     return [" ".join(grammar.passage(kind, draw)) for kind in grammar.KINDS for _ in range(number)]
 
 
 def subjects(words: Sequence[str]) -> NDArray[np.bool_]:
-    """Mark the subject (column) for each word (row) before a verb, in a mask (L, L).
+    """Return a mask (L, L): for a word before a verb (row), True at the verb's subject (column).
 
     A subject right before its verb is not marked.
 
@@ -110,7 +110,7 @@ def held_out() -> set[tuple[str, ...]]:
 
 
 def score(model: Transformer, asked: Sequence[Question]) -> Score:
-    """Compare the model's probabilities of next words with the grammar's."""
+    """Compare the model's probabilities of next words with the grammar's, in all questions."""
     right, distances = [], []
     for question in asked:
         p = probabilities(model.logits(" ".join(question.words))[-1])
