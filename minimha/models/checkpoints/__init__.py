@@ -37,7 +37,7 @@ FAMILIES = {
 
 
 def load(path: str | Path) -> Model:
-    """Return the model in a folder or a file on this machine.
+    """Load a model from a folder or a file on this machine.
 
     Weights in float32 stay in their files and are read when they are used. Weights of 16 bits, and
     quantised weights, are converted to float32 once.
@@ -87,7 +87,7 @@ def load(path: str | Path) -> Model:
 def from_tensors(
     config: Mapping[str, Any], tensors: Mapping[str, ArrayLike], tokenizer: Tokenizer | None = None
 ) -> Model:
-    """Return the model of a checkpoint in memory.
+    """Return the model with the settings ``config`` and the weights ``tensors``.
 
     Parameters
     ----------

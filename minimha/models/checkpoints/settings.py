@@ -87,7 +87,7 @@ class Settings:
         return [kind == LOCAL for kind in given]
 
     def quotient(self, key: str, divisor: str) -> int:
-        """Return setting ``key`` divided by setting ``divisor``; raise ValueError for a remainder."""
+        """Return setting ``key`` divided by setting ``divisor``; raise ValueError if not whole."""
         width, parts = self.count(key), self.count(divisor)
         if width % parts:
             raise ValueError(
