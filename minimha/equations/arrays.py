@@ -24,7 +24,7 @@ Numbers = NDArray[Any] | Sequence[Any]  # for these, results are NumPy arrays
 
 
 class DLPackArray(Protocol):
-    """The type of torch's and CuPy's arrays, for type checkers: results have the same type.
+    """The type of torch's and CuPy's arrays; type checkers give results the same type.
 
     JAX does not declare these methods: for JAX's arrays the type of results is Any.
     """

@@ -124,7 +124,7 @@ def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
 
 
 def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
-    """Return O = 0 and L = ``sinks`` or -inf, in float64: the result of queries that see no key."""
+    """Return output 0 and log-sum-exp ``sinks`` or -inf: the result if queries see no key."""
     L = np.full(shape[:3], -np.inf)
     if sinks is not None:
         L[:] = sinks[:, None]
@@ -134,7 +134,7 @@ def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
 def in_blocks(
     attend: Callable[..., Pair], problem: Problem, arguments: Mapping[str, Any], holds_scores: bool
 ) -> Pair:
-    """Return O and L of attention to stored keys and values, reading one block of keys at a time.
+    """Return output O and log-sum-exp L for stored keys and values, which are read in blocks.
 
     ``arguments`` are those of ``attention``, and ``problem`` is their ``outline``. ``attend(q, k,
     v, **options)`` returns O and L of a block. If ``holds_scores``, ``attend`` keeps all scores in

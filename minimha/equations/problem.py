@@ -167,7 +167,7 @@ class Problem:
         )  # fmt: skip
 
     def each_sequence(self) -> Iterator[tuple[tuple[slice, slice, slice], Problem]]:
-        """Yield (index, problem) for each sequence. The index selects its queries in q, O and L."""
+        """Yield (index, problem) for each sequence. The index selects its rows in q and results."""
         assert self.sequences is not None
         for s, length in enumerate(self.kv_lengths.tolist()):
             rows, one = self.sequences.rows(s), slice(s, s + 1)
@@ -181,7 +181,7 @@ class Problem:
     def by_sequence(
         self, forward: Callable[[Problem, int], tuple[NDArray[Any], NDArray[Any]]]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return O and L of all sequences. ``forward(problem, s)`` computes those of sequence s."""
+        """Return output and log-sum-exp of all sequences. ``forward(problem, s)`` computes one."""
         O = np.empty((*self.q.shape[:3], self.v.shape[3]), self.compute)
         L = np.empty(self.q.shape[:3], self.compute)
         for s, (rows, problem) in enumerate(self.each_sequence()):
@@ -269,7 +269,7 @@ class Problem:
         return replace(self, q=q, k=k, v=v, dtype=dtype or self.dtype)
 
     def as_given(self, O: NDArray[Any], L: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return ``O`` and ``L`` with the caller's number of dimensions, and ``O`` in ``dtype``."""
+        """Return output ``O`` and log-sum-exp ``L`` in the caller's rank, and ``O`` in ``dtype``."""
         leading = (0,) * (4 - self.rank)
         return cast(O[leading], self.dtype), L[leading]
 

@@ -39,7 +39,7 @@ class Sequences(NamedTuple):
     ids: NDArray[np.int64]  # the number of each sequence, which caller's functions get as b
 
     def rows(self, s: int) -> tuple[slice, slice, slice]:
-        """Return the index of the queries of sequence ``s`` in q, O and L."""
+        """Return the index of the queries of sequence ``s`` in q and in results."""
         entry, first, number = self.queries[s].tolist()
         return slice(entry, entry + 1), slice(None), slice(first, first + number)
 

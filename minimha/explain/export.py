@@ -102,7 +102,7 @@ def as_markdown(trace: Trace, decimals: int) -> str:
 
 
 def as_latex(trace: Trace, decimals: int) -> str:
-    """Return a document that pdfLaTeX, XeLaTeX or LuaLaTeX compiles as it is.
+    """Return ``trace`` as a document that pdfLaTeX, XeLaTeX or LuaLaTeX compiles as it is.
 
     Narrow steps stand side by side. A formula or note of an earlier head or block is not repeated.
     """

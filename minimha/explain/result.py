@@ -34,7 +34,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of an experiment."""
+    """The tables, figures and conclusion of an experiment."""
 
     name: str
     title: str

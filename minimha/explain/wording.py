@@ -71,7 +71,7 @@ def numbers(step: Step, decimals: int) -> list[list[str]]:
 def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
     """Yield (source, numbers, remarks) for each passage of a document that prints this step.
 
-    Each inexact number has a remark; all exact ones share the last.
+    Each inexact number has a remark. All exact numbers share one, the last.
     """
     for source, group in groupby(step.printed, key=lambda comparison: comparison.source):
         comparisons = list(group)

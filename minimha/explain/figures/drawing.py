@@ -140,7 +140,7 @@ class Drawing:
             self._draw(f'<polygon class="{tip}" points="{path}"/>', *far)
 
     def place(self, other: Drawing, x: float, y: float) -> None:
-        """Add ``other`` with its top left corner at (x, y)."""
+        """Add the drawing ``other`` with its top left corner at (x, y)."""
         self._draw(f'<g transform="translate({_plain(x)} {_plain(y)})">', 0, 0)
         self.shapes += other.shapes
         self._draw("</g>", x + other.width, y + other.height)

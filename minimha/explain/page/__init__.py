@@ -136,7 +136,7 @@ class Tables:
         return _number(self.parts, step.stage)
 
     def mask(self, step: Step) -> dict[str, int | None]:
-        """Return the offset of a causal mask, or the index in ``patterns`` of any other mask."""
+        """Map "offset" to a causal mask's offset, or "pattern" to the index of any other mask."""
         hidden = np.isneginf(np.atleast_2d(step.value))
         offset = int((~hidden[0]).sum()) - 1
         if hidden.any() and (hidden == np.triu(np.ones_like(hidden), offset + 1)).all():
