@@ -269,7 +269,7 @@ class Problem:
         return replace(self, q=q, k=k, v=v, dtype=dtype or self.dtype)
 
     def as_given(self, O: NDArray[Any], L: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return output ``O`` and log-sum-exp ``L`` in the caller's rank, and ``O`` in ``dtype``."""
+        """Return output ``O`` and log-sum-exp ``L`` in the caller's rank, ``O`` in ``dtype``."""
         leading = (0,) * (4 - self.rank)
         return cast(O[leading], self.dtype), L[leading]
 
