@@ -12,7 +12,10 @@ __all__ = ["EXPERIMENTS", "Experiment", "run"]
 
 
 class Experiment(NamedTuple):
-    """The question of an experiment, its steps for a progress bar, and its module if renamed."""
+    """The question of an experiment, the steps of its progress bar, and the name of its module.
+
+    ``steps=0`` means no progress bar, ``module=""`` a module with the name of the experiment.
+    """
 
     question: str
     steps: int = 0
@@ -36,9 +39,9 @@ EXPERIMENTS = {
 
 
 def run(name: str, seed: int = 1, progress: Callable[[str], None] = lambda doing: None) -> Result:
-    """Run the experiment ``name`` with random numbers drawn with ``seed``, 0 or more.
+    """Run the experiment ``name``, and return its tables, figures and conclusion.
 
-    An experiment that takes longer calls ``progress`` with a description of each step.
+    ``seed`` is 0 or more. Long experiments call ``progress`` with a description of each step.
 
     >>> run("temperature").tables[0].columns["T"](0.25)
     '0.25'

@@ -26,7 +26,7 @@ Scores = NDArray[Any]
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Measure the weight of hidden keys in float32 and float16, in usual and in critical rows."""
+    """Measure how much weight hidden keys get if their scores are −∞ or large negative numbers."""
     s = np.random.default_rng(seed).standard_normal(NUM_KEYS)
     cases: dict[str, tuple[Scores, str, int, bool]] = {
         "float32, scores near 0": (s, "float32", NUM_HIDDEN, False),
@@ -51,7 +51,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return a sentence: in how many cases each way of masking leaks or gives NaN."""
+    """Return a sentence: in how many cases a way of masking gives hidden keys weight, or NaN."""
     parts = []
     for n, name in enumerate((OURS, *map(_named, FILLS)), 1):
         leaks = [row[n] for row in rows]
@@ -63,7 +63,7 @@ def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def written(leak: float) -> str:
-    """Return the share ``leak`` with three digits, or 0 and 1 without decimals."""
+    """Format ``leak``, the weight of hidden keys, with three digits; 0 and 1 have no decimals."""
     return cells(np.array(leak), 3)[0][0] if leak in (0, 1) or np.isnan(leak) else f"{leak:.3g}"
 
 

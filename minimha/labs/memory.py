@@ -32,7 +32,7 @@ ABOUT = (
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Count the bytes for each length and number of key/value heads, and time both backends."""
+    """Count the bytes that attention moves and that a cache holds, and time two backends."""
     traffic = tuple(map(_traffic, LENGTHS))
     cache, timed = _cache(), _timed(seed, progress)
     names: list[str] = [*_available()]
@@ -72,18 +72,18 @@ def _cache() -> tuple[tuple[int, int], ...]:
 
 
 def naive_bytes(n: int) -> int:
-    """Return the bytes to read Q, K, S, P, V and write S, P, O: 4n² + 4nD numbers."""
+    """Return the bytes that naive attention over n tokens reads and writes, weights included."""
     return ITEM * (4 * n * n + 4 * n * WIDTH)
 
 
 def tiled_bytes(n: int) -> int:
-    """Return the bytes to read Q once, K and V once per block of queries, and to write O and L."""
+    """Return the bytes that tiled attention over n tokens reads and writes, without weights."""
     num_blocks = -(-n // BLOCK_ROWS)
     return ITEM * (2 * n * WIDTH + 2 * n * WIDTH * num_blocks + n)
 
 
 def conclude(traffic: Rows, cache: Sequence[tuple[int, int]], timed: Rows) -> str:
-    """Return a sentence on the traffic at the greatest length, the grouped cache, and the times."""
+    """Return a sentence: the bytes moved, the cache that grouped heads need, and the times."""
     n, naive, tiled, _ = traffic[-1]
     part = dict(cache)[MODEL.num_kv_heads] / cache[0][1]
     words = (

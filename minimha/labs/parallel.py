@@ -26,7 +26,7 @@ ABOUT = (
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Time both ways of computing heads for each number of heads."""
+    """Time heads that are computed together and one by one, for several numbers of heads."""
     x, W_q = (np.random.default_rng((seed, n)).standard_normal((n, WIDTH), np.float32)
               for n in (LENGTH, WIDTH))  # fmt: skip
     rows = []
@@ -42,7 +42,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[tuple[float, ...]]) -> str:
-    """Return a sentence on the cost of one call per head, for the largest number of heads."""
+    """Return a sentence: how much longer the largest number of heads takes one by one."""
     H, one, several, together, one_by_one, _ = rows[-1]
     worst = max(row[-1] for row in rows)
     same = f"differ by {worst:.1g} at most" if worst else "are equal to the last bit"

@@ -23,7 +23,7 @@ Weights = dict[str, NDArray[Any]]
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Compare outputs and weights without a mask, with a causal mask and with a padding mask."""
+    """Compare a PyTorch module with minimha: outputs and weights, for three kinds of mask."""
     rng = np.random.default_rng(seed)
     W: Weights = {n: rng.standard_normal((WIDTH, WIDTH), np.float32) / WIDTH**0.5 for n in "qkvo"}
     b: Weights = {n: rng.standard_normal(WIDTH, np.float32) for n in "qkvo"}
@@ -52,7 +52,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return a sentence on the largest differences of outputs, also in ulp, and of weights."""
+    """Return a sentence: the largest difference between two outputs, and between two weights."""
     largest, output, weights = (max(row[n] for row in rows) for n in (3, 4, 5))
     return (
         f"With {len(rows)} kinds of mask outputs differ by {output:.1e} at most "
@@ -62,7 +62,7 @@ def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def module(W: Weights, b: Weights) -> Callable[..., list[NDArray[Any]]]:
-    """Return the document's module with weights ``W`` and biases ``b`` as a function of arrays."""
+    """Return the PyTorch module of teaching document 001, with these weights, for NumPy arrays."""
     try:
         import torch
     except ImportError as error:

@@ -20,7 +20,12 @@ BROKEN = 0.1  # a relation is broken if its share of right answers falls by more
 
 
 class Row(NamedTuple):
-    """A head, the relation that suffers most without the head, and the shares of right answers."""
+    """What the removal of one head of the model changes.
+
+    A relation is a kind of question. ``relation`` is the one with the greatest loss: ``whole`` is
+    its share of right answers with the head, ``without`` its share without the head. ``broken``
+    relations lose more than the share ``BROKEN``.
+    """
 
     head: str
     relation: str
@@ -30,7 +35,7 @@ class Row(NamedTuple):
 
 
 def removals(progress: Callable[[str], None]) -> tuple[Table, Bars, str]:
-    """Return a table, a figure and a sentence about the relations that break without each head."""
+    """Remove each head of the model; return a table, a figure and a sentence on lost answers."""
     model = world.load()
     asked = {name: questions(name, NUM_QUESTIONS) for name in RELATIONS}
     means = mean_outputs(model, (" ".join(q.words) for found in asked.values() for q in found))

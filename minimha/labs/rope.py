@@ -25,7 +25,7 @@ ABOUT = (
 
 
 class Row(NamedTuple):
-    """One pair of the query at one position: the angle, (x, y) before and after, and the length."""
+    """One pair (x, y) of the query's numbers before and after rotation to ``position``."""
 
     position: int
     pair: int
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Rotate the query at each position, and score it against the key at each distance."""
+    """Rotate a query to several positions, and score it against a key at several distances."""
     q, k = np.random.default_rng(seed).standard_normal((2, 1, WIDTH))
     rows = []
     for m, turned in enumerate(ROPE.rotate(np.repeat(q, POSITIONS, 0), np.arange(POSITIONS))):
@@ -64,7 +64,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row], scores: dict[str, tuple[float, ...]]) -> str:
-    """Return a sentence: how far each pair turns, and by how much lengths and scores change."""
+    """Return a sentence: the angles of the rotations, and how much lengths and scores change."""
     turns = [f"pair {row.pair} by {row.degrees:.3g}°" for row in rows if row.position == 1]
     lengths = max(abs(math.hypot(row.x, row.y) - row.length) for row in rows)
     near, far = map(np.array, scores.values())

@@ -22,7 +22,7 @@ ABOUT = (
 
 
 class Row(NamedTuple):
-    """One width: the spread of the scores, and means over the queries, without and with √D."""
+    """Statistics of scores q·k of width ``D`` and of their softmax, unscaled and scaled by 1/√D."""
 
     D: int
     std: float
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Compute the weights of random queries and keys of each width, with and without √d_k."""
+    """Compute weights of random queries and keys, with and without division by √d_k."""
     rows = tuple(_row(D, np.random.default_rng((seed, D))) for D in WIDTHS)
     two, three = "{:.2f}".format, "{:.3f}".format
     columns = {"D": "{}".format, "std q·k": two, "√D": two} | {
@@ -62,7 +62,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return a sentence on how spread and slope change from the first width to the last."""
+    """Return a sentence: how the scores' spread and the softmax's slope change with the width."""
     first, last = rows[0], rows[-1]
     return (
         f"From D = {first.D} to {last.D} the standard deviation of q·k is multiplied by "

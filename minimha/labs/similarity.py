@@ -23,7 +23,11 @@ TITLE = "a key grows: dot product against cosine"
 
 
 class Row(NamedTuple):
-    """One length of the far key: the scores of both keys, and three weights of the far key."""
+    """Scores of two keys: "near" is close in direction to the query, "far" points elsewhere.
+
+    ``length`` is that of the far key. ``by_dot``, ``by_cosine`` and ``by_learned`` are its weights,
+    the last one by a multiple of the cosine.
+    """
 
     length: float
     dot_near: float
@@ -36,7 +40,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Compute the weights of a near key of length 1 and of a far key that grows, in the plane."""
+    """Compute how the weight of a key changes with its length, by dot product and by cosine."""
     rng = np.random.default_rng(seed)
     near, far = np.radians([-rng.uniform(10, 30), rng.uniform(50, 75)])
     rows = tuple(_row(length, near, far) for length in LENGTHS)
@@ -61,7 +65,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return a sentence on the length at which the far key overtakes the near key."""
+    """Return a sentence: from which length on the far key has more weight than the near key."""
     first, last = rows[0], rows[-1]
     won = next((row.length for row in rows if row.by_dot > 0.5), None)
     words = f"never up to length {last.length:g}" if won is None else f"from length {won:g} on"

@@ -21,7 +21,7 @@ ABOUT = (
 
 
 class Row(NamedTuple):
-    """One temperature, the numbers of its distribution, and the share of draws that are greedy."""
+    """One temperature: probabilities, entropy, and how often the most probable word is drawn."""
 
     T: float
     largest: float
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Compute the distribution of the same logits at each temperature."""
+    """Compute softmax(logits / T) for the same logits at several temperatures T."""
     rng = np.random.default_rng(seed)
     logits = np.sort(SPREAD * rng.standard_normal(NUM_WORDS))[::-1]
     rows = tuple(_row(T, logits, rng) for T in TEMPERATURES)

@@ -42,14 +42,14 @@ Heads = tuple[tuple[float, float], ...]  # for each head, the strength of both p
 
 
 class Task(NamedTuple):
-    """Sequences, and for each token the two contents that are the right answers."""
+    """Sequences ``x``, and the contents of the two tokens that each token is ``asked`` about."""
 
     x: NDArray[np.float64]  # (sequences, LENGTH, WIDTH)
     asked: NDArray[np.int64]  # (sequences, LENGTH, 2)
 
 
 class Row(NamedTuple):
-    """The shares of right answers about the previous token, the matching token, and both."""
+    """Shares of right answers: about the previous token, the other of the same kind, and both."""
 
     heads: str
     previous: float
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Test one head with several mixtures of both patterns, two heads, and two with one removed."""
+    """Test one head and two heads on a task about the previous token and one of the same kind."""
     rng = np.random.default_rng(seed)
     fitted, tested = draw(rng), draw(rng)
     two = (STRENGTH, 0.0), (0.0, STRENGTH)
@@ -85,7 +85,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return a sentence on the best single head, on two heads, and on what each removal breaks."""
+    """Return a sentence: how often one head is right, two heads are, and two with one removed."""
     *single, two, first, second = rows
     best = max(row.both for row in single)
     return (
@@ -120,10 +120,10 @@ def draw(rng: np.random.Generator) -> Task:
 
 
 def query_weights(previous: float, matching: float) -> NDArray[np.float64]:
-    """Return W_q (WIDTH, WIDTH) of a head that gives each pattern a score; its keys are the tokens.
+    """Return W_q (WIDTH, WIDTH) of a head that looks for two tokens; the keys are the tokens x.
 
-    ``previous`` is the score of the token one position back, which for the first token is the last
-    one. ``matching`` is the score of the other token of the same kind.
+    ``previous`` is the score of the token one position back; the first token looks at the last one
+    instead. ``matching`` is the score of the other token of the same kind.
     """
     W_q = np.zeros((WIDTH, WIDTH))
     kinds = slice(NUM_CONTENTS, NUM_CONTENTS + NUM_KINDS)
