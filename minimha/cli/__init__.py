@@ -34,8 +34,8 @@ LONGEST_ERROR = 2000  # characters
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    It is 0; 1 if ``check`` finds a bug or ``--answer`` a wrong number; 2 after an error on stderr;
-    130 after Ctrl-C.
+    The status is 0 for success, 1 if ``check`` finds a bug or ``--answer`` a wrong number, 2 after
+    an error message, and 130 after Ctrl-C.
     """
     status = 0
     codecs.register_error("spelled", spelled)
@@ -89,12 +89,12 @@ def _discard(stream: TextIO) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of argparse whose errors are one sentence, without a page of usage."""
+    """An ``ArgumentParser`` whose errors are one sentence, without a page of usage."""
 
     given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments; refuse an unknown option before any other error."""
+        """Parse the arguments like argparse, but report unknown options before any other error."""
         self.given = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:
             options = [word.partition("=")[0] for word in self.given if word.startswith("--")]
@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of a command line; ``args.run`` is the command's function.
+    """Return the parser of a command line, which stores the command's function as ``args.run``.
 
     If ``words`` begin with a command, only that command is imported and added.
     """

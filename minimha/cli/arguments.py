@@ -13,7 +13,7 @@ LARGEST_STEP = 2**22  # numbers of one step, all heads together, in a trace that
 
 
 def number(text: str) -> float:
-    """Return ``text`` as a float; ``inf``, ``∞``, ``nan`` and a printed minus sign are accepted.
+    """Convert ``text`` to a float; ``inf``, ``∞``, ``nan`` and a typographic minus are accepted.
 
     Raises ValueError for a number beyond float64, and for text that only Python reads as a number:
     ``1_0``, ``infinity``, digits of other scripts.
@@ -31,7 +31,7 @@ def number(text: str) -> float:
 
 
 def integer(text: str) -> int:
-    """Return ``text`` as a whole number, by the rules of ``number``."""
+    """Convert ``text`` to an int; ValueError for what only Python reads as one, such as ``1_0``."""
     text = text.replace("−", "-")
     if not text.isascii() or "_" in text:
         raise ValueError
@@ -39,7 +39,7 @@ def integer(text: str) -> int:
 
 
 def check_step(what: str, *sizes: int, largest: int = LARGEST_STEP) -> None:
-    """Raise ValueError if a step of these sizes would have too many numbers."""
+    """Raise ValueError if the array ``what`` of these ``sizes`` exceeds ``largest`` numbers."""
     total = math.prod(sizes)
     if total > largest:
         size = " × ".join(str(n) for n in sizes)
@@ -50,7 +50,7 @@ def check_step(what: str, *sizes: int, largest: int = LARGEST_STEP) -> None:
 
 
 def check_sizes(example: Example, num_heads: int, d_model: int) -> None:
-    """Raise ValueError, before any step is computed, for a sentence with too large steps."""
+    """Raise ValueError if matrices of the example are too large to be kept and shown."""
     queries, keys = (len(example.labels.get(axis, ())) for axis in ("Lq", "Lk"))
     check_step("W_q", d_model, d_model)
     check_step("x", max(queries, keys), d_model)
@@ -58,7 +58,7 @@ def check_sizes(example: Example, num_heads: int, d_model: int) -> None:
 
 
 def real(text: str) -> float:
-    """Return ``number(text)``, with an error that argparse can show."""
+    """Convert ``text`` to a float; argparse shows the error for any other text."""
     try:
         return number(text)
     except ValueError:
@@ -66,7 +66,7 @@ def real(text: str) -> float:
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Return a converter for argparse of whole numbers from ``low`` to ``high``, if given."""
+    """Return a function that converts text to an int from ``low`` to ``high`` (None: no limit)."""
     bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
 
     def convert(text: str) -> int:
@@ -88,7 +88,7 @@ decimals = whole(0, 17)
 
 
 def add_sentence(group: Any, which: str) -> None:
-    """Add the arguments ``--tokens``, whose help ends in ``which``, and ``--sentence``."""
+    """Add the options ``--tokens`` and ``--sentence``; ``which`` ends the help of ``--tokens``."""
     group.add_argument("--tokens", type=tokens, metavar="N", help=f"1 to {MAX_TOKENS}: {which}")
     group.add_argument("--sentence", metavar="WORDS", help="your sentence")
 

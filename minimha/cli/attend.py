@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show attention over the reader's own numbers, or a trace that was exported."""
+    """Show attention over numbers from files, or the steps of an exported trace."""
     problem, source = _problem(args)
     if isinstance(problem, Trace):
         return deliver(args, problem)

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """List the backends."""
+    """Show a table of the backends that can run here, and why others cannot."""
     rows = [
         {"backend": name, "runs": "no" if reason else "yes", "why not": reason or ""}
         for name, reason in backends().items()

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure the shapes, and show one table for each."""
+    """Measure the speed of attention for each problem size (shape), and show one table each."""
     from minimha.bench import cpu as bench
     from minimha.bench import shapes as known
     from minimha.bench.report import as_json, as_rows
@@ -109,7 +109,7 @@ def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str,
 
 
 def as_result(report: Any) -> Result:
-    """Return the report as bars: minimha's ratio to the fastest peer, or each kernel's rate."""
+    """Return the report as bar charts: times of other libraries over minimha's, or speeds."""
     from minimha.bench.report import best_peers, digits, geometric_mean, machine_line
 
     timed = [record for record in report.records if record.runs]

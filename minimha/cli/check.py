@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check a function, or answers; or write the problems."""
+    """Check a function or files of answers, or write the problems to files."""
     modes = [name for name in MODES if getattr(args, name) is not None]
     if len(modes) != 1:
         raise ValueError(

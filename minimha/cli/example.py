@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show one worked example."""
+    """Show every matrix of a worked example or of a sentence; return the exit status."""
     example = _example(args)
     check_sizes(example, args.heads or 2, args.d_model or 4)
     return deliver(args, example.trace(args.causal, args.scale))

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show naive and tiled attention over one sentence."""
+    """Show naive and tiled attention over one sentence, and return the exit status."""
     settings = {
         "B_r": args.block_queries, "B_c": args.block_keys, "d_model": args.d_model,
         "seed": sentences.DEFAULT_SEED if args.seed is None else args.seed,

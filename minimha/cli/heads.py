@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Show heads and patterns as a heatmap."""
+    """Show a heatmap: the share of attention that each head gives to each kind of key."""
     kind = format_of(args)
     model, sentences = models.load(args), models.sentences(args)
     with render.progress(sys.stderr, len(sentences)) as progress, argument_names(ids="a sentence"):

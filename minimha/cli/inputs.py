@@ -42,8 +42,8 @@ KEYS = tuple(name for name in inspect.signature(attention).parameters if name no
 def read_problem(name: str) -> dict[str, Any] | Trace:
     """Read a JSON or npz file: return the arguments of ``attention``, or an exported trace.
 
-    A trace has ``steps`` in JSON, ``trace`` in npz. In JSON null is None, and "-inf", "inf" and
-    "nan" are numbers. Nothing in an npz file is unpickled.
+    A file with the key ``steps`` (JSON) or ``trace`` (npz) is a trace. In JSON null is None, and
+    "-inf", "inf" and "nan" are numbers. Nothing in an npz file is unpickled.
     """
     path = Path(name)
     readers = {".json": _read_json, ".npz": _read_npz}
@@ -65,7 +65,7 @@ def read_matrix(name: str) -> NDArray[np.float64]:
 
 
 def read_rows(name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each line of a CSV file and its fields, with decimal points.
+    """Yield each row of a CSV file: its line number, and its fields with decimal points.
 
     A ``#`` begins a comment. If semicolons separate the fields, commas are decimal commas.
     """
@@ -86,7 +86,7 @@ def read_rows(name: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a boolean mask from a file's 0 and 1, where 1 = may attend."""
+    """Convert a file's numbers, 0 and 1, to a boolean mask, where 1 = may attend."""
     if numbers.dtype.kind not in "biuf" or not (legal := np.isin(numbers, (0, 1))).all():
         came = numbers.dtype if numbers.dtype.kind not in "biuf" else f"{numbers[~legal][0]:g}"
         raise ValueError(f"{name} holds {came}: expected 1 (may attend) and 0 (may not)")
@@ -253,7 +253,7 @@ def _read_npz(path: Path) -> dict[str, Any] | Trace:
 def read_arrays(
     path: Path, check_keys: Callable[[list[str]], None] = lambda keys: None
 ) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an npz file; ``check_keys`` gets their keys before any is read."""
+    """Return the arrays of an npz file by name, if ``check_keys`` accepts the names."""
     try:
         file = _open(path)
     except OSError as error:

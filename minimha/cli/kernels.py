@@ -43,7 +43,7 @@ def _compile(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """List the kernels, or ptxas's report on the CUDA kernels."""
+    """List the kernels, compile them, or show the report of ptxas, NVIDIA's assembler."""
     from minimha.kernels.ladder import CUDA_LADDER, LADDER, measured
 
     if args.compile:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run an experiment, or list all."""
+    """Run an experiment and show its results, or list all experiments."""
     from minimha import labs
 
     if args.name is None:

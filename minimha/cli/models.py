@@ -28,7 +28,7 @@ def add_sentences(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace) -> Transformer:
-    """Return the model of ``--model``, or the model that ships; a tokenizer is required."""
+    """Return the model of ``--model``, or the shipped one; ValueError if it has no tokenizer."""
     if args.model is None:
         from minimha.models import world
 
@@ -54,7 +54,7 @@ def load(args: argparse.Namespace) -> Transformer:
 
 
 def sentences(args: argparse.Namespace) -> list[str]:
-    """Return the lines of ``--sentences`` that are not empty, or the small world's passages."""
+    """Return the lines of the file ``--sentences``, or passages about the shipped model's world."""
     if args.sentences is None:
         from minimha.models.world.questions import passages
 

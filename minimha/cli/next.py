@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show what comes next."""
+    """Show which words a model predicts after a text, or every step of the prediction."""
     is_traced = args.trace or any(getattr(args, name) not in UNSET for name in STEPS)
     _check(args, is_traced)
     model = models.load(args)

@@ -143,8 +143,8 @@ def deliver_table(
 ) -> None:
     """Print a table in the requested format, or write it to ``--output``.
 
-    ``records`` have the same keys. Text shows ``titled`` instead, tables of numbers under their
-    titles, if given; JSON has ``exact`` instead, if given.
+    ``records`` are its rows, which have the same keys. If given, ``titled`` maps titles to the
+    rows of tables that text shows instead, and ``exact`` is what JSON contains instead.
     """
     kind = format_of(args)
     if kind == "text" and titled is not None:
@@ -174,7 +174,7 @@ def deliver_result(args: argparse.Namespace, result: Result) -> None:
 
 
 def grouped(records: list[dict[str, str]], key: str) -> dict[str, list[dict[str, str]]]:
-    """Return value of ``key`` → the records with it, without ``key``."""
+    """Map each value of ``key`` to the records that have it; these are returned without ``key``."""
     found: dict[str, list[dict[str, str]]] = {}
     for record in records:
         rest = {name: value for name, value in record.items() if name != key}

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Show a table of all presets, or of one preset's quantities."""
+    """Show a table of the sizes of all known models, or of one model in detail."""
     from minimha.models import sizes
 
     kind = format_of(args)

@@ -25,7 +25,7 @@ CODECS = {
 
 
 def open_problem(name: str) -> dict[str, Any]:
-    """Return the arguments of ``attention`` in a store: k and v as zarr arrays, others in memory.
+    """Return the arguments of ``attention`` in a zarr store; k and v are not read into memory.
 
     The store is a group of the arrays q, k, v and other options; scalar options are attributes.
     """
@@ -54,7 +54,7 @@ def open_problem(name: str) -> dict[str, Any]:
 
 
 def on_cluster(address: str, problem: dict[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Compute output and log-sum-exp on a cluster whose workers can open the same path."""
+    """Return output and log-sum-exp from a dask cluster whose workers can open the same store."""
     try:
         from distributed import Client
 
