@@ -14,7 +14,7 @@ STREAM = 1 << 25  # float32 numbers that are read to measure the bandwidth
 
 
 def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
-    """Return a reference call and its work: bytes for a decode shape, otherwise operations."""
+    """Return the work (bytes or operations) and the call that measure this machine's speed."""
     if shape.is_decode:
         numbers = np.ones(STREAM, np.float32)
         return 4.0 * STREAM, lambda: read_memory(numbers)
@@ -23,9 +23,9 @@ def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
 
 
 def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Read a 1-D array once, with the kernels' number of threads, up to the last full vector.
+    """Read a 1-D array once, in vectors, with all threads of the kernels.
 
-    Returns the largest number in each lane of each thread, (threads, lanes).
+    Returns the largest number in each place of a vector, for each thread: (threads, places).
     """
     from minimha.kernels.cpu.simd.softmax import lanes_max
     from minimha.kernels.cpu.simd.vector import VECTORS, panel_width

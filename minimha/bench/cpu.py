@@ -38,11 +38,11 @@ def against_peers(
     shapes: Sequence[Shape], seconds: float, threads: int | None = None,
     progress: Callable[[str], None] = lambda doing: None, *, is_crowded: bool = False,
 ) -> Report:  # fmt: skip
-    """Measure minimha's CPU backend and every peer that is installed, in float32.
+    """Measure minimha's CPU backend and every other library that is installed, in float32.
 
     The timed calls of each shape take ``seconds``. Every candidate uses ``threads`` threads, by
     default ``minimha.get_num_threads()``. ``progress`` is called with the next task: once for
-    compiling and once per shape. ``is_crowded`` is as in ``compare``.
+    compiling and once per shape. If ``is_crowded``, single calls take turns in random order.
     """
     for shape in shapes:
         if shape.dtype != "float32":
@@ -65,7 +65,7 @@ def ladder(
     shapes: Sequence[Shape], seconds: float, threads: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Report:  # fmt: skip
-    """Measure the equations and all CPU kernels like ``against_peers``, relative to LADDER_NORM."""
+    """Measure the NumPy backends and all CPU kernels; ratios are to the time of LADDER_NORM."""
     modules = {name: import_module(f"minimha.equations.{name}") for name in ("dense", "tiled")}
     modules |= {name: import_module(f"minimha.kernels.{name}") for name in LADDER}
     with _workers(threads) as number:
@@ -89,9 +89,10 @@ def compare(
     shape: Shape, inputs: Inputs, candidates: dict[str, Peer], seconds: float, ours: str,
     is_crowded: bool = False,
 ) -> list[Record]:  # fmt: skip
-    """Check, warm up and time ``candidates``; ratios are to the candidate named ``ours``.
+    """Check the results of ``candidates`` and time them; return one record for each.
 
-    If ``is_crowded``, the spinning threads of other candidates disturb each call.
+    Ratios are to the time of the candidate named ``ours``. If ``is_crowded``, single calls take
+    turns in random order, while idle threads of other candidates may still keep cores busy.
     """
     records = {name: Record(str(shape), name, _error(inputs, c)) for name, c in candidates.items()}
     timed = {name: c.run for name, c in candidates.items() if records[name].error <= GATE}
@@ -109,7 +110,7 @@ def compare(
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Time each candidate's calls, in turns of a few calls, until ``seconds`` have passed."""
+    """Run each candidate in turns of a few calls for ``seconds``; return the time of each call."""
     calls = {}
     for name, run in runs.items():
         _wait_for_quiet()  # a core shared with other threads would make the turn too short
@@ -127,9 +128,9 @@ def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str,
 
 
 def crowded(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Time single calls, which take turns in random order, until ``seconds`` have passed.
+    """Run single calls of candidates in random order for ``seconds``; return the time of each.
 
-    Other libraries' threads may still spin, as in a program that uses several libraries.
+    Idle threads of other candidates may keep cores busy, as in programs that use several libraries.
     """
     order = np.random.default_rng(0)
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -142,7 +143,7 @@ def crowded(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, lis
 
 
 def extra_memory(run: Callable[[], Any]) -> int | None:
-    """Return the extra memory of a call in bytes, or None if the system does not report it."""
+    """Return a call's peak memory besides inputs and output in bytes, or None if unknown."""
     if not (os.access(CLEAR, os.W_OK) and STATUS.exists()):
         return None
     CLEAR.write_text("5")  # resets the peak to the current memory
@@ -154,7 +155,7 @@ def extra_memory(run: Callable[[], Any]) -> int | None:
 
 
 def compile_seconds(shape: Shape) -> float:
-    """Return the seconds until the kernel for such a shape is compiled, or loaded from disk."""
+    """Return the seconds that it takes to compile the kernel for ``shape``, or to load it."""
     inputs = replace(shape, B=1, H=1, Hkv=1, Lq=min(shape.Lq, 16), Lk=16, mask="none").inputs()
     return seconds_of(_ours(inputs).run)
 

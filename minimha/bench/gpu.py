@@ -43,7 +43,7 @@ def against_torch(
 ) -> Report:  # fmt: skip
     """Measure minimha and torch's scaled_dot_product_attention on ``device``.
 
-    Arguments are those of ``bench.cpu.against_peers``; a mask must be causal.
+    Other arguments are those of ``bench.cpu.against_peers``. The only mask allowed is causal.
     """
     for shape in shapes:
         if shape.mask not in ("none", "causal"):

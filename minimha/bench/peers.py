@@ -21,14 +21,14 @@ LIBRARIES = ("torch", "onnxruntime", "onnx")
 
 
 class Peer(NamedTuple):
-    """A prepared call, and the conversion of its result to an array (B, H, Lq, Dv)."""
+    """A function to time: ``run`` calls it, and ``as_array`` converts its result to NumPy."""
 
     run: Callable[[], Any]
     as_array: Callable[[Any], NDArray[Any]]
 
 
 def load() -> list[str]:
-    """Import the libraries that are installed; return the names of those that are not."""
+    """Import all installed libraries to compare with; return the names of the others."""
     absent = [name for name in LIBRARIES if find_spec(name) is None]
     for name in LIBRARIES:
         if name not in absent:
@@ -37,7 +37,7 @@ def load() -> list[str]:
 
 
 def peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """Return every peer that is installed and supports the problem, by name."""
+    """Map names to the functions of other libraries that are installed and support the problem."""
     found = numpy_peers(inputs) if _scores_fit(inputs) else {}
     if find_spec("torch"):
         found |= torch_peers(inputs, threads)
@@ -47,7 +47,7 @@ def peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 
 def numpy_peers(inputs: Inputs) -> dict[str, Peer]:
-    """Prepare softmax(Q Kᵀ / √D) V with BLAS, in float32."""
+    """Prepare NumPy's softmax(Q Kᵀ / √D) V in float32, to compare with."""
     run = partial(attention, *inputs.arrays, **inputs.options, backend="dense")
     return {"NumPy": Peer(run, np.asarray)}
 
@@ -62,8 +62,8 @@ def _scores_fit(inputs: Inputs) -> bool:
 def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
     """Prepare ``torch.nn.functional.scaled_dot_product_attention``.
 
-    If heads share keys, "GQA" is its ``enable_gqa``. With one query per head there is also
-    "folded", where the query heads of a group are the rows of one head.
+    If query heads share keys, "GQA" passes ``enable_gqa=True``. For a single query, "folded" is a
+    second way: it passes the query heads with the same keys as the queries of one head.
     """
     import torch
     from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -88,7 +88,7 @@ def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 
 def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """Prepare onnxruntime's Attention-23, MultiHeadAttention (MHA), GroupQueryAttention (GQA)."""
+    """Prepare onnxruntime's Attention, MultiHeadAttention and GroupQueryAttention, as supported."""
     B, H, Lq, _ = inputs.q.shape
     Hkv, Lk = inputs.k.shape[1:3]
     mask = inputs.whole_mask

@@ -21,12 +21,12 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Record:
-    """The measurements of one candidate on one shape; NaN if the candidate did not pass the gate.
+    """The measurements of one candidate, such as a library, on one shape.
 
-    ``error`` is the largest error against float64 in the rows that the gate checks, in units of
-    plain NumPy's in float32. ``rate`` is operations per second, or bytes of K and V per second for
-    a decode shape; ``of_machine`` is its fraction of the rate of sgemm, or of reading memory, in
-    the same run.
+    They are NaN if its results are wrong. ``error`` is the largest error against float64 in the
+    checked rows, as a multiple of the error of plain NumPy in float32. ``rate`` is operations per
+    second, or bytes of K and V per second for a single query. ``of_machine`` is its share of the
+    rate of a matrix product, or of reading memory, in the same run.
     """
 
     shape: str
@@ -44,7 +44,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Report:
-    """All records of a run, the machine, the seconds of compiling, and ``missing`` libraries."""
+    """The results of a benchmark: records, compile time, machine, libraries not installed."""
 
     records: list[Record]
     compile_seconds: float
@@ -56,7 +56,7 @@ def measured(
     record: Record, shape: Shape, times: Sequence[float], ours: Sequence[float] | None,
     machine_rate: float,
 ) -> Record:  # fmt: skip
-    """Fill in ``record`` from its ``times``, minimha's times and the machine's rate."""
+    """Return ``record`` with medians, rates and ratios, computed from the measured times."""
     low, median, high = (float(np.quantile(times, part)) for part in (0.25, 0.5, 0.75))
     rate = (shape.bytes_read if shape.is_decode else shape.operations) / median
     return replace(
@@ -81,7 +81,7 @@ def machine(threads: int) -> dict[str, str | int]:
 
 
 def best_peers(records: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
-    """Yield minimha's record and the fastest peer's record, for each shape that has both."""
+    """Yield minimha's record and that of the fastest other library, for each shape with both."""
     for _, group in groupby(records, lambda record: record.shape):
         timed = [record for record in group if record.runs]
         ours = [record for record in timed if record.candidate == OURS]

@@ -31,12 +31,12 @@ class Inputs(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options of ``minimha.attention``."""
+        """Return the masks and the window as options of ``minimha.attention``."""
         return {"is_causal": self.is_causal, "window_size": self.window, "attn_mask": self.mask}
 
     @property
     def whole_mask(self) -> NDArray[np.bool_] | None:
-        """Return the mask, or the window as a mask, for libraries without windows."""
+        """Return the mask, or else the window as a boolean mask, or None if there is neither."""
         if self.window is None:
             return self.mask
         distance = np.arange(self.k.shape[2]) - np.arange(self.q.shape[2])[:, None]
@@ -48,8 +48,8 @@ class Inputs(NamedTuple):
 class Shape:
     """The sizes and the mask of a problem.
 
-    ``mask`` is "none", "causal", "window" (511, 0) or "mask" (random). ``dtype`` is float32
-    on a CPU; on a GPU it may also be float16 or bfloat16.
+    ``mask`` is "none", "causal", "window" (a query sees its own key and 511 before it) or "mask"
+    (random). ``dtype`` is float32 on a CPU; on a GPU it may also be float16 or bfloat16.
     """
 
     B: int
@@ -78,7 +78,7 @@ class Shape:
 
     @property
     def operations(self) -> float:
-        """Count 4 · D operations per visible pair; with a random mask all pairs count."""
+        """Return 4 · D operations per pair of a query and a visible key (random mask: any key)."""
         pairs: float = self.Lq * self.Lk
         if self.mask == "causal":
             pairs = self.Lq * self.Lk / 2
@@ -88,16 +88,16 @@ class Shape:
 
     @property
     def bytes_read(self) -> float:
-        """Return the bytes of K and V, read once."""
+        """Return the size of K and V in bytes."""
         return 2.0 * ITEMSIZE[self.dtype] * self.B * self.Hkv * self.Lk * self.D
 
     @property
     def is_decode(self) -> bool:
-        """Tell whether there is one query per head, so that reading takes most of the time."""
+        """True if there is one query per head, so that reading takes most of the time."""
         return self.Lq == 1
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Return random float32 arrays of these sizes; a GPU's are later rounded to ``dtype``."""
+        """Return random float32 arrays and the mask of a problem; ``dtype`` is not applied here."""
         rng = np.random.default_rng(seed)
         sizes = ((self.H, self.Lq), (self.Hkv, self.Lk), (self.Hkv, self.Lk))
         q, k, v = (
