@@ -17,7 +17,7 @@ NUM_HEADS = 2  # of ``sentences.sentence``, whose head 0 is shown here
 
 
 def of_length(num_tokens: int, **settings: Any) -> Example:
-    """Return the example ``block_by_block(…)`` for a sentence of the documents, 1 to 12 tokens."""
+    """Return ``block_by_block(tokens, **settings)`` for a sentence of 1 to 12 tokens."""
     return block_by_block(sentences.SENTENCES[num_tokens][0].split(), **settings)
 
 
@@ -78,8 +78,8 @@ def block_by_block(
 def numbers_kept(L: int, *, D: int, B_r: int, B_c: int) -> tuple[int, int]:
     """Return how many numbers naive and tiled attention hold in memory beyond Q, K, V and O.
 
-    Naive attention holds S and A, L × L each. Tiled attention holds Q_i, K_j, V_j, S_ij, m_i, l_i
-    and O_i of one block.
+    Naive attention holds scores and weights, L × L each. Tiled attention holds one block: queries,
+    keys, values and scores, and for each query a maximum, a sum and an output row.
 
     >>> numbers_kept(4096, D=64, B_r=64, B_c=64)
     (33554432, 20608)
@@ -89,7 +89,7 @@ def numbers_kept(L: int, *, D: int, B_r: int, B_c: int) -> tuple[int, int]:
 
 
 def skipped_blocks(problem: Problem, B_r: int, B_c: int) -> list[tuple[int, int]]:
-    """Return the indices (i, j) of the blocks in which no query sees a key."""
+    """Return the indices (i, j) of the blocks, B_r queries × B_c keys, without a visible key."""
     L = problem.q.shape[2]
     loaded = {
         (i, j)

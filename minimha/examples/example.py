@@ -14,7 +14,7 @@ from minimha.explain.trace import Trace
 
 @dataclass(frozen=True)
 class Note:
-    """A note that is shown only for this mask and this scaling; None means for either."""
+    """A note that is shown only with these ``is_causal`` and ``is_scaled``; None fits any value."""
 
     words: str
     is_causal: bool | None = None
@@ -23,7 +23,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Example:
-    """A worked example; attributes without a comment are those of ``explain.Trace``."""
+    """A worked example: ``run`` computes it, and the other attributes describe it to readers."""
 
     name: str
     title: str  # what the example shows, in a line
@@ -43,14 +43,14 @@ class Example:
 
     @property
     def label(self) -> str:
-        """The name and the number of the document: ``the-cat-sat (document 003)``."""
+        """The name, with the number of the document if any: ``the-cat-sat (document 003)``."""
         return f"{self.name} (document {self.document})" if self.document else self.name
 
     def trace(self, is_causal: bool | None = None, is_scaled: bool | None = None) -> Trace:
-        """Run the example and return the trace.
+        """Run the example and return the trace of its steps.
 
-        Printed numbers are included only if ``is_causal`` and ``is_scaled`` are the document's. By
-        default they are.
+        Both arguments default to what the example's document does. With other values, the numbers
+        that the document prints are left out.
         """
         causal = self.is_causal if is_causal is None else is_causal
         scaled = self.is_scaled if is_scaled is None else is_scaled

@@ -30,7 +30,7 @@ F = 8  # width inside the feed-forward
 
 
 def run_gpt2(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run a layer with learned positions, a fused ``c_attn``, norms before, and GELU by tanh."""
+    """Run GPT-2's layer: learned positions, one matrix for q, k and v, pre-norm, GELU by tanh."""
     num_heads, E = 2, 4
     rng = np.random.default_rng([SEED, E])
     wte = tap("wte", sentences.embeddings(WORDS, E, SEED))
@@ -51,7 +51,7 @@ def run_gpt2(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def run_llama(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run a layer with RoPE, one key/value head for two query heads, RMSNorm before, and SwiGLU."""
+    """Run LLaMA's layer: RoPE, one key/value head for two query heads, RMSNorm first, SwiGLU."""
     num_heads, num_kv_heads, E = 2, 1, 8
     weights = sentences.draw_weights(E, num_heads, num_kv_heads, SEED)
     layer = MultiHeadAttention.from_heads(*weights, rope=RoPE(E // num_heads))
@@ -70,7 +70,7 @@ def run_llama(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def run_bert(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run a layer with learned positions, no mask, norms after the residuals, and exact GELU."""
+    """Run BERT's layer: learned positions, no mask, norms after the residuals, and exact GELU."""
     num_heads, E = 2, 4
     rng = np.random.default_rng([SEED, E])
     weights = sentences.draw_weights(E, num_heads, num_heads, SEED)

@@ -11,7 +11,7 @@ from minimha.layers.cosine import cosine_attention
 
 
 def run_cosine(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run attention by dot product, compute lengths and angles, then run attention by cosine."""
+    """Run attention by dot product, compute lengths and angles, then run cosine attention."""
     scale = None if is_scaled else 1.0
     attention(Q, K, V, is_causal=is_causal, scale=scale, tap=staged(tap, "dot"))
     for name, x in (("q_length", Q), ("k_length", K)):

@@ -13,7 +13,7 @@ PADDED = [*SHORT, *["<pad>"] * (len(LONG) - len(SHORT))]
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run one head on both sentences at once, then on the shorter one alone."""
+    """Run one head on a padded batch of two sentences, then on the shorter sentence alone."""
     E, seed, scale = 4, sentences.DEFAULT_SEED, None if is_scaled else 1.0
     layer = MultiHeadAttention.from_heads(*sentences.draw_weights(E, 1, 1, seed))
     x = np.stack([sentences.embeddings(words, E, seed) for words in (LONG, PADDED)])

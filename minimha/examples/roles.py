@@ -25,7 +25,11 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Head:
-    """The relation of a head, what its weights show, and which keys its queries ask for."""
+    """A head set by hand to follow one ``relation`` between words, such as verb and subject.
+
+    ``reading`` says what its weights show. ``asks`` pairs columns of x: a query with the first one
+    asks for keys with the second one. ``offsets`` gives strengths by distance instead.
+    """
 
     relation: str
     reading: str

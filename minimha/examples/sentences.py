@@ -44,7 +44,7 @@ BANK_RELATIONS = (
 
 
 def of_length(num_tokens: int, **settings: Any) -> Example:
-    """Return the example ``sentence(…)`` for a sentence of the documents with 1 to 12 tokens."""
+    """Return ``sentence(tokens, **settings)`` for a sentence of 1 to 12 tokens."""
     words, document = SENTENCES[num_tokens]
     return sentence(words.split(), source=f"a sentence of document {document}", **settings)
 
@@ -140,7 +140,7 @@ def draw_weights(
 def check(
     tokens: Sequence[str], num_heads: int, num_kv_heads: int, d_model: int, seed: int
 ) -> None:
-    """Raise ValueError, with the names of the command line's options, if an argument is invalid."""
+    """Raise ValueError if an argument is invalid; the error names the command line's option."""
     if not tokens:
         raise ValueError("the sentence has no tokens: expected at least one word")
     counts = {"heads": num_heads, "kv-heads": num_kv_heads, "d-model": d_model}

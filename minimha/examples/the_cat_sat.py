@@ -41,7 +41,10 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def divided(tap: Tap) -> Tap:
-    """Return a tap for the run with the division: it renames the steps that differ."""
+    """Return a tap for the head's second run, which divides the scores by √d_k.
+
+    It passes on only the steps that the division changes, with names such as ``scaled[divided]``.
+    """
     changed = {"scaled", "masked", "row_max", "exponentials", "row_sum", "weights", "output"}
     return lambda name, value: tap(f"{name}[divided]", value) if name in changed else value
 

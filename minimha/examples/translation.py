@@ -42,7 +42,7 @@ W_VOCAB = GAIN * np.eye(E, 5)  # a word's logit is the share of its meaning
 
 
 def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
-    """Return rows (L, E) with ``meanings`` (..., 5) and positions; if shifted, after ``<s>``."""
+    """Return token vectors (L, E): ``meanings`` and positions, after ``<s>`` if ``is_shifted``."""
     x = np.zeros((len(meanings) + is_shifted, E))
     x[int(is_shifted) :, :AFTER] = meanings
     x[0, START] = is_shifted
@@ -51,7 +51,7 @@ def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
 
 
 def encoder() -> MultiHeadAttention:
-    """Return the encoder's layer: head 0 finds whether a verb was read, head 1 what "trains" is."""
+    """Return the encoder: head 0 finds whether a verb was read, head 1 whether "trains" is one."""
     so_far, places, asks, offers = np.zeros((4, E, 6))
     so_far[START + 1 :] = GAIN * np.c_[2 * np.tri(5), np.ones(5)]  # words up to the query; "trains"
     places[START + 1 :, :5] = np.eye(5)
@@ -68,7 +68,7 @@ def encoder() -> MultiHeadAttention:
 
 
 def decoder() -> MultiHeadAttention:
-    """Return the decoder's layer: head 0 looks for a verb, head 1 predicts what follows."""
+    """Return the decoder: head 0 looks for a verb, head 1 predicts what kind of word follows."""
     asks, offers = np.zeros((2, E, 5))
     asks[START + 1 :, :2] = GAIN * np.array([2, 1])  # a verb, or else <s>, whose value is 0
     offers[TRAINS, 0] = offers[START, 1] = 1
@@ -85,7 +85,7 @@ def decoder() -> MultiHeadAttention:
 
 
 def cross() -> MultiHeadAttention:
-    """Return a layer of one head that finds the English word with the expected meaning."""
+    """Return cross-attention with one head, which finds the English word to translate next."""
     W, side = np.eye(E, 6), np.eye(6)[AFTER]
     W[AFTER] *= 2  # with the bias: -1 before the verb, 1 from the verb on
     meaning = np.eye(E, 5)
@@ -95,7 +95,7 @@ def cross() -> MultiHeadAttention:
 
 
 def copying() -> MultiHeadAttention:
-    """Return a layer of one head that copies the next word, which is the answer."""
+    """Return a layer of one head that copies the next word, which a mask would hide."""
     me, meaning = np.eye(E, 5, -START - 1), np.eye(E, 5)
     ahead = np.zeros((E, 5))
     ahead[START + 1 : -1] = np.eye(5)[1:]
@@ -103,7 +103,7 @@ def copying() -> MultiHeadAttention:
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run the translation at once, word by word, then without cross-attention, shift or mask."""
+    """Translate all words at once, then one by one, then without cross-attention, shift or mask."""
     scale = None if is_scaled else 1.0
     english, french = embeddings(IN_ENGLISH), embeddings(IN_FRENCH[:-1], is_shifted=True)
     staged_tap = staged(tap, "encoder")
@@ -124,13 +124,13 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def probabilities(x: Array, tap: Tap) -> Array:
-    """Return the probability of each word of the vocabulary, (L, 5), for rows ``x`` (L, E)."""
+    """Return the probability of each word of the vocabulary, (L, 5), for decoder rows (L, E)."""
     logits = tap("logits", x @ W_VOCAB)
     return np.asarray(tap("probabilities", softmax(logits)[0]))
 
 
 def write(memory: Array, scale: float | None, tap: Tap) -> list[str]:
-    """Write five words one after the other, and trace the attention of each step."""
+    """Return five words, written one after the other from the encoder's output ``memory``."""
     words: list[int] = []
     for step in range(1, 6):
         read = embeddings(np.eye(5)[words], is_shifted=True)
