@@ -65,14 +65,14 @@ def attention(
     q : dask array of shape (B, H, Lq, D)
         D must be in one chunk. An array that is not dask's is chunked like k.
     k : dask array of shape (B, Hkv, Lk, D)
-        Chunked like q along B; a chunk of heads has the key/value heads of q's chunk of heads. The
-        chunks of a zarr array stay the same, except along D.
+        Chunked like q along B. Each chunk along Hkv has the heads that a chunk of q along H uses. A
+        zarr array keeps its chunks, except along D.
     v : dask array of shape (B, Hkv, Lk, Dv)
         Chunked like k.
     stripes : int, default 1
-        If more than 1, all axes of queries and keys must be in stripes, from ``striped``, and each
-        chunk in one stripe. This balances a causal prefill. ValueError is raised for functions,
-        ``alibi_slopes`` without ``is_causal``, and offsets that differ in a batch.
+        If more than 1, ``striped`` must have reordered all axes of queries and keys, and each
+        chunk must be in one stripe. Chunks of a causal prefill then have equal work. Functions,
+        ``alibi_slopes`` without ``is_causal``, and offsets that differ in a batch raise ValueError.
     return_lse : bool, default False
         Return the log-sum-exp too.
     **options
@@ -89,7 +89,7 @@ def attention(
     ------
     TypeError, ValueError
         ``minimha.attention`` does not accept the shapes or options, or chunks do not fit. Only
-        errors of functions are raised later, when they are called.
+        errors inside ``score_mod`` and ``mask_mod`` are raised later, by ``.compute()``.
 
     References
     ----------
@@ -124,10 +124,11 @@ def attend_to_keys(
     options: dict[str, Any], part: Part, left_out: NDArray[Any] | None, masks: tuple[str, ...],
     functions: dict[str, Callable[..., Any]], q: NDArray[Any], *arrays: NDArray[Any],
 ) -> Pair:  # fmt: skip
-    """Return O and L of a chunk of queries over a chunk of keys and values.
+    """Return output O and log-sum-exp L of a chunk of queries over a chunk of keys and values.
 
     ``arrays`` are k, v, and the arrays named by ``masks``. q, O and L have the compute dtype, so
-    that 16-bit numbers are rounded once, at the end. ``left_out`` (H,) is subtracted from L.
+    16-bit numbers are rounded once, at the end. The ALiBi term ``left_out`` (H,) is subtracted
+    from L.
     """
     k, v, *given = arrays
     options = options | dict(zip(masks, given, strict=True)) | placed(functions, part)
@@ -136,14 +137,14 @@ def attend_to_keys(
 
 
 def merge_parts(*parts: Pair) -> Pair:
-    """Merge the partial results O and L of different keys."""
+    """Merge pairs (output, log-sum-exp), each over different keys, into one pair."""
     return merge(parts)
 
 
 def merge_output(
     shape: tuple[int, ...], sinks: NDArray[Any] | None, dtypes: tuple[Any, Any], *parts: Pair
 ) -> Pair:
-    """Merge O and L of all parts and the sinks, and convert them to the final ``dtypes``."""
+    """Merge outputs and log-sum-exps of all ``parts``, add the sinks, and convert to ``dtypes``."""
     O, L = merge([without_keys(shape, sinks), *parts])
     return cast(O, dtypes[0]), cast(L, dtypes[1])
 

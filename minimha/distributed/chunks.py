@@ -13,7 +13,7 @@ from minimha.equations.problem import Problem
 
 
 def as_dask(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Return q, k and v as dask arrays; arrays that are not dask's get chunks that fit k."""
+    """Convert q, k and v to dask arrays; those that are not dask's get chunks that fit k's."""
     k, v, q = (_readable(name, x) for name, x in (("k", k), ("v", v), ("q", q)))
     if library_of(k) != "dask":
         k = da.from_array(k, chunks=(*getattr(k, "chunks", k.shape)[:-1], -1))
@@ -75,7 +75,7 @@ def check_striped(problem: Problem) -> None:
 
 
 def over_scores(name: str, mask: Any, q: Any, k: Any) -> Any:
-    """Convert a mask or bias to a 4-D dask array, chunked like the scores; axes of size 1 stay."""
+    """Convert a mask or bias to a 4-D dask array whose chunks fit those of the scores."""
     mask = mask if library_of(mask) == "dask" else rectangular(name, mask)
     mask = mask[(None,) * (4 - mask.ndim)]
     sizes = (*q.chunks[:3], k.chunks[2])
@@ -86,7 +86,7 @@ def over_scores(name: str, mask: Any, q: Any, k: Any) -> Any:
 
 
 def spans(name: str, sizes: tuple[int, ...], stripes: int = 1) -> list[slice]:
-    """Return the positions of each chunk of an axis; with stripes, the original positions.
+    """Return a slice for each chunk of an axis: the positions of its tokens before ``striped``.
 
     ValueError is raised if a chunk is in two stripes.
 

@@ -14,7 +14,7 @@ from minimha.equations.arguments import integer
 
 
 def striped(x: Any, count: int, axis: int = -2) -> Any:
-    """Return ``x`` in ``count`` stripes, one chunk each; stripe s has tokens s, s + count, ….
+    """Reorder ``x`` into ``count`` stripes, one chunk each; stripe s has tokens s, s + count, ….
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def striped(x: Any, count: int, axis: int = -2) -> Any:
 
 
 def unstriped(x: Any, count: int, axis: int = -2) -> Any:
-    """Return ``x``, whose tokens are in ``count`` stripes, in the original order.
+    """Return ``x`` with its tokens in their original order: the inverse of ``striped``.
 
     Parameters
     ----------
