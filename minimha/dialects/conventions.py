@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 
 class Conventions(NamedTuple):
-    """The conventions of one function for its arguments and results.
+    """What one attention function means by its arguments and results, in words for a table.
 
-    "After the past" means that the last query is at the last key, or aligned top left without a
-    past. A log-sum-exp is -inf for a query that sees no key.
+    ``causal="after the past"`` means that the last query is at the last key, or top left without
+    a past (earlier keys). A log-sum-exp is -inf for a query that sees no key.
     """
 
     arrays: str  # the axes of queries

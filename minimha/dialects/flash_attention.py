@@ -56,7 +56,7 @@ def flash_attn_func(
     - A window side of -1 or None is unbounded; ``softcap=0`` is no cap.
     - In padding masks True = **keep**. A padded query gets 0.
     - ``alibi_slopes`` may differ between batch entries. The package's causal kernels add only
-      slope · j, which shifts each row's log-sum-exp by a constant; this function does not.
+      slope · j, which shifts each row's log-sum-exp by a constant; here it is not shifted.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
 
@@ -250,23 +250,23 @@ def flash_attn_with_kvcache(
     ----------
     q : array_like of shape (B, Lq, H, D)
     k_cache : array of shape (Bc, Lk, Hkv, D), or (num_pages, page_size, Hkv, D)
-        The keys, modified if ``k`` is given; pages with ``block_table``. The page size may be any
-        number; in the package it must be a multiple of 256.
+        The keys, modified if ``k`` is given. With ``block_table`` they are in pages. The page size
+        may be any number; in the package it must be a multiple of 256.
     v_cache : array of shape (Bc, Lk, Hkv, Dv), or (num_pages, page_size, Hkv, Dv)
     k : array_like of shape (B, L, Hkv, D), the cache's dtype, optional
         New keys, written from ``cache_seqlens`` on.
     v : array_like of shape (B, L, Hkv, Dv), the cache's dtype, optional
     rotary_cos, rotary_sin : array_like of shape (positions, R/2), optional
         Tables that rotate the first R numbers of new keys, at positions from ``cache_seqlens`` on,
-        before writing. They also rotate queries, at the same positions with ``causal`` or a window
-        shorter than the cache, else all at position ``cache_seqlens``. Require ``k``.
+        before writing. They also rotate queries: at the same positions with ``causal`` or a window
+        shorter than the cache, else all at position ``cache_seqlens``. ``k`` is then required.
     cache_seqlens : int or array_like of shape (B,), int, optional
         The number of keys in the cache, left padding included. Required with ``k``; otherwise the
         default is a full cache.
     cache_batch_idx : array_like of shape (B,), int, optional
         The cache's entry for each batch entry. Default is 0 to B - 1.
     cache_leftpad : array_like of shape (B,), int, optional
-        The number of padding keys at the start. ValueError with ``block_table``, as in the package.
+        The number of padding keys at the start. Not allowed with ``block_table``.
     block_table : array_like of shape (B, pages), int, optional
         The pages of each batch entry.
     softmax_scale, causal, window_size, softcap, backend

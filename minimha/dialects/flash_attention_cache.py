@@ -14,18 +14,18 @@ Array = NDArray[Any]
 
 
 class Cache(NamedTuple):
-    """The pages with the tokens of each batch entry; an unpaged cache has one page per entry."""
+    """A table of the pages that hold each batch entry's tokens; without paging, one page each."""
 
     table: NDArray[np.int64]  # (B, pages)
     page_size: int
 
     @property
     def room(self) -> int:
-        """The largest number of tokens that a batch entry can have."""
+        """The largest number of tokens that the pages of a batch entry can hold."""
         return int(self.table.shape[1] * self.page_size)
 
     def write(self, kept: Array, new: Array, lengths: NDArray[np.int64]) -> None:
-        """Write new rows (B, Hkv, L, D) after the first ``lengths`` tokens."""
+        """Write ``new`` (B, Hkv, L, D) into the cache ``kept``, after its ``lengths`` tokens."""
         pages, rows = np.divmod(lengths[:, None] + np.arange(new.shape[2]), max(1, self.page_size))
         kept[np.take_along_axis(self.table, pages, axis=1), :, rows] = new.swapaxes(1, 2)
 
@@ -33,7 +33,7 @@ class Cache(NamedTuple):
 def cache_of(
     k: Array, B: int, cache_batch_idx: ArrayLike | None, block_table: ArrayLike | None
 ) -> Cache:
-    """Return the pages of each batch entry in the cache ``k``, (entries or pages, Hkv, L, D)."""
+    """Return the table of pages for the cached keys ``k``, (entries or pages, Hkv, L, D)."""
     if block_table is not None:
         if cache_batch_idx is not None:
             raise ValueError(
@@ -58,7 +58,7 @@ def cache_of(
 def new_tokens(
     k: ArrayLike | None, v: ArrayLike | None, k_cache: Any, v_cache: Any, B: int
 ) -> tuple[Array, Array] | None:
-    """Return new keys and values, heads first, or None; raise if the caches cannot store them."""
+    """Return new keys and values, heads first, or None; an error if they cannot be stored."""
     if k is None and v is None:
         return None
     if k is None or v is None:
@@ -90,7 +90,7 @@ def new_tokens(
 def cache_lengths(
     value: ArrayLike | None, B: int, room: int, num_new: int, is_written: bool
 ) -> NDArray[np.int64]:
-    """Return ``cache_seqlens`` as (B,): the tokens of each batch entry before the new ones."""
+    """Return ``cache_seqlens`` as (B,): each batch entry's number of tokens before the new ones."""
     if value is None:
         if is_written:
             raise ValueError("k needs cache_seqlens, the positions of the new keys")

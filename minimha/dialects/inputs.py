@@ -14,7 +14,7 @@ Array = NDArray[Any]
 
 
 def with_axes(name: str, value: ArrayLike, axes: str) -> Array:
-    """Return ``value`` as a floating array; ValueError for other axes than ``axes``."""
+    """Return ``value`` as floats; ValueError unless it has axes such as ``axes="(B, L, H, D)"``."""
     array = as_floating(name, value)
     count = axes.count(",") + 1
     if array.ndim != count:
@@ -30,9 +30,9 @@ def heads_first(name: str, value: ArrayLike) -> Array:
 def of_one_rank(
     given: Mapping[str, ArrayLike], ranks: Container[int], expected: str
 ) -> dict[str, Array]:
-    """Return queries, keys and values as floating arrays; ValueError if ranks differ or are wrong.
+    """Return floating arrays; ValueError unless all have the same number of axes, one of ``ranks``.
 
-    The first of ``given`` are the queries; ``expected`` names the axes of each rank.
+    The first of ``given`` are the queries. ``expected`` describes the axes in the error.
     """
     arrays = {name: as_floating(name, value) for name, value in given.items()}
     first, queries = next(iter(arrays.items()))
@@ -45,7 +45,7 @@ def of_one_rank(
 
 
 def integers(name: str, value: ArrayLike, axes: Mapping[str, int]) -> NDArray[np.int64]:
-    """Return ``value`` as integers; ValueError for other sizes than those of ``axes``."""
+    """Return ``value`` as integers; ``axes`` maps the name of each axis to the expected size."""
     array = as_integers(name, value)
     sizes = tuple(axes.values())
     if array.shape != sizes:
@@ -55,7 +55,7 @@ def integers(name: str, value: ArrayLike, axes: Mapping[str, int]) -> NDArray[np
 
 
 def check_within(name: str, array: NDArray[np.int64], low: int, high: int, why: str) -> None:
-    """Raise ValueError if an integer is below ``low`` or above ``high``."""
+    """Raise ValueError, which gives the reason ``why``, if an integer is outside low … high."""
     if array.size and not (low <= array.min() and array.max() <= high):
         raise ValueError(
             f"{name} is {array.tolist()}: expected integers from {low} to {high}, because {why}"
@@ -73,7 +73,7 @@ def check_mapping(params: Any) -> None:
 def parameter(
     name: str, value: ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any], layout: str
 ) -> Array:
-    """Return a weight as ``dtype``; ValueError with the hint ``layout`` for another shape."""
+    """Return a weight as ``dtype``; ValueError, with the hint ``layout``, for another shape."""
     array = as_floating(name, value)
     if array.shape != shape:
         is_transposed = sorted(array.shape) == sorted(shape)

@@ -50,8 +50,8 @@ def dot_product_attention(
 
     A difference from JAX: the width Dv of the values may differ from D.
 
-    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``;
-    JAX's names for them are B, N, K, T, S, H, H.
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
+    In this order, JAX's names for them are B, N, K, T, S, H, H.
 
     Parameters
     ----------

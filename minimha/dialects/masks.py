@@ -14,7 +14,7 @@ from minimha.equations.arguments import as_floating, name_of, rectangular
 
 
 def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
-    """Return ``value`` as an array of bool; the TypeError for another dtype quotes ``expected``.
+    """Return ``value`` as a boolean array; TypeError, which quotes ``expected``, for other dtypes.
 
     >>> boolean("mask", [[1, 1, 0]], "bool, True = keep")
     Traceback (most recent call last):
@@ -30,13 +30,13 @@ def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
 
 
 def boolean_or_floating(name: str, value: ArrayLike) -> NDArray[Any]:
-    """Return ``value`` as an array of bool, to select keys, or of floats, to add to scores."""
+    """Return a mask as an array of bool (which keys to see) or of floats (added to the scores)."""
     mask = rectangular(name, value)
     return mask if mask.dtype == np.bool_ else as_floating(name, mask)
 
 
 def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:
-    """Return whether ``mask`` broadcasts to ``shape``, the shape of the scores.
+    """Return True if ``mask`` broadcasts to ``shape``, the shape of the scores.
 
     >>> broadcasts(np.ones((1, 5)), (2, 4, 3, 5)), broadcasts(np.ones((3, 5)), (2, 4, 1, 5))
     (True, False)
@@ -46,7 +46,7 @@ def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:
 
 
 def score_options(mask: NDArray[Any] | None, bias: NDArray[Any] | None) -> dict[str, Any]:
-    """Return ``mask``, boolean or added to scores, and ``bias`` as options of ``attention``."""
+    """Return a mask, boolean or added to scores, and a bias as arguments for ``attention``."""
     if mask is None:
         return {} if bias is None else {"attn_bias": bias}
     if mask.dtype == np.bool_:

@@ -259,7 +259,7 @@ def tensor_scatter(
     axis: int = -2,
     mode: str = "linear",
 ) -> Any:
-    """Return a copy of ``past_cache`` with ``update`` written at ``write_indices``.
+    """Return a copy of ``past_cache`` with ``update`` written from ``write_indices`` on.
 
     This is ONNX's TensorScatter, opset 24.
 

@@ -13,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def like_argument(name: str) -> Callable[[Function], Function]:
-    """Return a decorator: results become arrays of the library of the argument ``name``."""
+    """Return a decorator that converts results to arrays of the argument ``name``'s library."""
 
     def decorated(function: Function) -> Function:
         place = list(signature(function).parameters).index(name)

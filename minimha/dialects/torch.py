@@ -49,7 +49,7 @@ def scaled_dot_product_attention(
     - ``attn_mask`` is bool (True = may attend), or float and added to the scores.
     - ``is_causal`` is aligned top-left, ``q_offset=0``, even if Lq ≠ Lk.
     - Arrays and masks may have any number of leading axes, which broadcast.
-    - Fewer key heads than query heads need ``enable_gqa``; K and V may then differ in heads.
+    - Only with ``enable_gqa`` K and V may have fewer heads than Q, and different numbers of them.
 
     A query that sees no key gets 0 in both libraries. Hidden keys stay hidden here in two cases in
     which torch's output is NaN: a hidden key contains NaN, or ``is_causal`` comes with a scale of 0
@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
     scale : float, optional
         Default is 1/√D.
     enable_gqa : bool, default False
-        Query head h reads key/value head h // (H // Hkv).
+        Allow Hkv to be a divisor of H: query head h reads key/value head h // (H // Hkv).
     backend : str, default "auto"
         That of ``minimha.attention``.
 

@@ -66,7 +66,7 @@ class DynamicCache:
         self._before: tuple[Array | None, Array | None] = (None, None)
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens so far."""
+        """Return the number of tokens in the cache."""
         return 0 if self.keys is None else int(self.keys.shape[2])
 
     @property
@@ -101,7 +101,7 @@ class DynamicCache:
         tap: Tap = no_tap,
         **options: Any,
     ) -> Any:
-        """Return the heads (B, H, L, Dv) of the queries ``q``, for ``MultiHeadAttention``.
+        """Return the heads' outputs (B, H, L, Dv) for the queries ``q``, over the cached keys.
 
         Only the latest ``columns`` keys are used, by default all; ``options`` are those of
         ``minimha.attention``. The weights (B, H, L, columns) are appended to ``weights``, if given.
@@ -117,7 +117,7 @@ class DynamicCache:
 
 
 class AttentionModule:
-    """An attention module of transformers: ``module(hidden_states, …)`` computes its forward.
+    """An attention module of transformers, to be called like its forward: ``module(x, …)``.
 
     Differences from ``minimha.attention``:
 
@@ -173,8 +173,8 @@ class AttentionModule:
     Raises
     ------
     TypeError, ValueError
-        The class is unknown; a weight is missing, does not fit, or is not used here (StableLM's
-        norms of each head); or the config has no number of heads.
+        The class is unknown. A weight is missing, does not fit, or is not used here (StableLM's
+        norms of each head). The config has no number of heads.
 
     References
     ----------
@@ -235,7 +235,7 @@ class AttentionModule:
         tap: Tap = no_tap,
         **given: Any,
     ) -> tuple[Any, Any]:
-        """Run the module.
+        """Return the output, and the weights if requested, like forward in transformers.
 
         Parameters
         ----------
@@ -354,7 +354,7 @@ class AttentionModule:
 
     @like_argument("attention_mask")
     def compute_alibi(self, attention_mask: ArrayLike) -> Any:
-        """Return BLOOM's or Falcon's slope · position, which the model passes to every module.
+        """Return the ALiBi bias, slope · position, that BLOOM or Falcon passes to each module.
 
         Positions count from the first token that is not padding. Falcon rounds slopes, positions
         and products to bfloat16. Falcon's model also adds the result, scaled, to the mask, so that

@@ -20,7 +20,7 @@ CONTEXTS = ("encoder_hidden_states", "key_value_states")
 
 @dataclass(frozen=True)
 class Rotary:
-    """The pairs that a class rotates, and how ``position_embeddings`` store their angles."""
+    """How a class rotates: which numbers are pairs, how ``position_embeddings`` store angles."""
 
     is_interleaved: bool = False  # pairs (2i, 2i + 1) rather than (i, i + R/2)
     stored: str = "halves"  # angles 0 1 0 1, or "pairs" 0 0 1 1, or "once" 0 1
@@ -28,7 +28,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Convention:
-    """The conventions of one kind of module: names of weights, and steps besides attention."""
+    """How one kind of transformers' attention modules differs: names of weights, extra steps."""
 
     q: str = "q_proj"
     k: str = "k_proj"
@@ -223,7 +223,10 @@ CLASSES = {name: convention for convention, names in CONVENTIONS for name in nam
 
 
 def convention_of(cls: str, params: Mapping[str, Any], config: Config) -> Convention:
-    """Return the convention of the class ``cls``; GPT-2 and Falcon have two each."""
+    """Return the ``Convention`` of the class ``cls``: its names of weights and its extra steps.
+
+    GPT-2 and Falcon have two each, between which ``params`` and ``config`` decide.
+    """
     if CLASSES[cls] is GPT2 and f"{GPT2_CROSS.q}.weight" in params:
         return GPT2_CROSS
     if CLASSES[cls] is FALCON and config.get("alibi"):

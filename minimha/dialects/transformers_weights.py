@@ -36,7 +36,7 @@ class Weights:
             )
 
     def layer(self, config: Config) -> MultiHeadAttention:
-        """Return the layer with these weights and the number of heads in ``config``."""
+        """Return a layer with these weights, and with the numbers of heads in ``config``."""
         c, H = self._convention, _num_heads(config)
         o = None if c.o is None else self._linear(c.o)
         parts = dict(zip("qkv", self._queries_keys_values(config, H, o), strict=True))
