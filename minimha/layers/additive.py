@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 class AdditiveOptions(Masks, Positions, total=False):
-    """Options of ``attention`` that ``additive_attention`` passes on."""
+    """Types of the options that ``additive_attention`` passes on to ``attention``."""
 
     return_lse: bool
 

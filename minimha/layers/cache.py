@@ -32,7 +32,7 @@ OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the
 
 
 class CausalCache(ABC):
-    """The base class of caches: chunks are appended, and the last chunk's queries attend."""
+    """The base class of caches: append a chunk of tokens, then attend with its queries."""
 
     def __init__(self, batch: int) -> None:
         self._lengths: Integers = np.zeros(batch, np.int64)
@@ -40,7 +40,7 @@ class CausalCache(ABC):
 
     @property
     def lengths(self) -> Integers:
-        """A copy of the number of tokens appended to each batch entry so far, (B,)."""
+        """The number of tokens appended to each batch entry so far, (B,), as a copy."""
         return np.array(self._lengths)
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
@@ -144,8 +144,8 @@ class KVCache(CausalCache):
     With ``window`` the oldest tokens are dropped. The results are then those of a full forward pass
     with ``window_size=(window - 1, 0)``, for any number of tokens. A chunk of L tokens fits if
     min(length, window - 1) + L is at most ``capacity``, since its first query needs the window - 1
-    tokens before it: window + L - 1 is enough for chunks of L, and ``window`` for decoding. The
-    arrays have twice the capacity, so that tokens stay contiguous and rarely move.
+    tokens before it. A capacity of window + L - 1 is therefore enough, or ``window`` for decoding.
+    The arrays have twice the capacity, so that tokens stay contiguous and rarely move.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ class KVCache(CausalCache):
 
     @property
     def key_positions(self) -> Integers:
-        """The positions of the keys that ``attend`` uses, (B, Lk), in order; -1 is no key."""
+        """The positions (B, Lk) of the keys that ``attend`` uses, in order; -1 means no key."""
         slots = self._slots()
         positions = self._base[:, None] + np.arange(slots.start, slots.stop)
         is_kept = (self._first[:, None] <= positions) & (positions < self._lengths[:, None])
@@ -316,7 +316,7 @@ def _chunk_lengths(lengths: ArrayLike | None, B: int, L: int) -> Integers:
 
 
 def cached_dtype(value: DTypeLike) -> np.dtype[Any]:
-    """Return ``value`` as a floating dtype, or raise TypeError."""
+    """Return ``value`` as a NumPy dtype; TypeError unless it is a floating dtype."""
     try:
         dtype = np.dtype(value)
     except TypeError:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CosineOptions(Masks, Positions, total=False):
-    """Options of ``attention`` that ``cosine_attention`` passes on."""
+    """Types of the options that ``cosine_attention`` passes on to ``attention``."""
 
     attn_bias: ArrayLike | None
     softcap: float | None

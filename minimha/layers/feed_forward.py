@@ -22,7 +22,7 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 
 def relu(x: Array) -> Array:
-    """Return max(x, 0)."""
+    """Return max(x, 0) for each number."""
     return np.asarray(np.maximum(x, x.dtype.type(0)))
 
 

@@ -35,7 +35,7 @@ WEIGHTS = (*REQUIRED, "W_q", "W_dq", "g_q", "W_uq", "b_dq", "b_dkv", "b_o")
 
 
 class LatentCache:
-    """A cache of latents and rotated keys: C + R numbers per token, for any number of heads.
+    """A cache for ``LatentAttention``: per token, a latent of width C and a rotated key of width R.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class LatentCache:
         return rows
 
     def append(self, rows: Array) -> None:
-        """Append the rows (B, L, C + R) of the next tokens; raise if they do not fit."""
+        """Append the rows (B, L, C + R) of the next L tokens; ValueError if they do not fit."""
         B, capacity, width = self._rows.shape
         if rows.ndim != 3 or (rows.shape[0], rows.shape[2]) != (B, width):
             raise ValueError(f"rows have shape {rows.shape}: expected ({B}, L, {width})")

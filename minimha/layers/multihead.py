@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class CallOptions(AttentionOptions, total=False):
-    """Options of a call of a layer."""
+    """Types of the options of a call of ``MultiHeadAttention``."""
 
     positions: ArrayLike | None
     context_positions: ArrayLike | None
@@ -266,7 +266,7 @@ class MultiHeadAttention(Projections):
         )
 
     def combine(self, heads: Array, x: Array, tap: Tap = no_tap) -> Array:
-        """Return the layer's output: the heads side by side, gated and projected.
+        """Return the layer's output: put the heads side by side, apply the gate, multiply by W_o.
 
         Parameters
         ----------

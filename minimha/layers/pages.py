@@ -75,7 +75,7 @@ class PagePool:
         return page
 
     def share(self, page: int) -> None:
-        """Add a user to ``page``."""
+        """Add one user of ``page``: a sequence that shares it."""
         self._users[page] += 1
 
     def num_users(self, page: int) -> int:
@@ -83,7 +83,7 @@ class PagePool:
         return int(self._users[page])
 
     def give_back(self, page: int) -> None:
-        """Remove a user from ``page``, which becomes free without users."""
+        """Remove one user of ``page``; a page without users is free."""
         self._users[page] -= 1
         if not self._users[page]:
             self._free.append(page)

@@ -36,7 +36,7 @@ GATES = (None, "elementwise", "headwise")
 
 
 class LayerOptions(TypedDict, total=False):
-    """Optional weights and settings of a layer."""
+    """Types of the optional weights and settings of ``MultiHeadAttention``."""
 
     b_q: ArrayLike
     b_k: ArrayLike
@@ -288,7 +288,7 @@ def _size(name: str, given: Any, default: int) -> int:
 
 
 def combined(W: Array) -> Array:
-    """Return one matrix per head, (heads, E, width), as one matrix (E, heads · width)."""
+    """Combine one matrix per head, (heads, E, width), side by side into (E, heads · width)."""
     return np.asarray(np.moveaxis(W, 0, 1).reshape(W.shape[1], -1))
 
 

@@ -24,14 +24,14 @@ class Rotation(Protocol):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the angles depend on the sequence's length."""
+        """True if the angles depend on the sequence's length."""
 
     def rotate(self, x: NDArray[Any], positions: ArrayLike, tap: Tap) -> NDArray[Any]:
-        """Return ``x`` (..., H, L, D), rotated by ``positions``."""
+        """Return ``x`` (..., H, L, D), each vector rotated by the angles of its position."""
 
 
 class CacheOptions(Masks, Scores, total=False):
-    """Options that a cache passes on to ``attention``."""
+    """Types of the options that a cache passes on to ``attention``."""
 
     return_lse: bool
 
@@ -41,13 +41,13 @@ class Cache(Protocol):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens so far, (B,) or (1,): the position of the next token."""
+        """The number of tokens appended so far, (B,) or (1,): the position of the next token."""
 
     def append(self, k: NDArray[Any], v: NDArray[Any]) -> None:
-        """Append keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) of a chunk, or raise."""
+        """Append the keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) of a chunk of L tokens."""
 
     def attend(self, q: NDArray[Any], *, tap: Tap, **options: Unpack[CacheOptions]) -> Any:
         """Return attention of the last chunk's queries (B, H, L, D) over all cached keys."""
 
     def undo(self) -> None:
-        """Remove the last chunk, after an ``attend`` that raised."""
+        """Remove the last chunk; called if its ``attend`` raised an error."""

@@ -95,11 +95,11 @@ class RoPE:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the angles depend on the sequence's length."""
+        """True if the angles depend on the sequence's length."""
         return self.scaling is not None and self.scaling.is_dynamic
 
     def frequencies(self, length: int = 1) -> NDArray[np.float64]:
-        """Return each pair's angle per position, (R/2,); only dynamic scaling uses ``length``."""
+        """Return each pair's angle per position, (R/2,); only dynamic scaling needs ``length``."""
         length = token_count("length", length)
         theta = np.asarray(self.base ** (-np.arange(0, self.width, 2) / self.width), np.float64)
         if self.scaling is None:

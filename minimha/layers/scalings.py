@@ -20,7 +20,7 @@ Angles = NDArray[np.float64]
 
 
 def token_count(name: str, value: Any) -> int:
-    """Return ``value`` as a positive integer that a float can hold."""
+    """Return ``value`` as an int, if it is a positive integer in the range of float64."""
     length = integer(name, value)
     number(name, length)
     return length
@@ -68,7 +68,7 @@ class Scaling(ABC):
 
 @dataclass(frozen=True)
 class LinearScaling(Scaling):
-    """Linear scaling, θ_i / factor: squeezes positions into the range of training.
+    """Linear scaling: the angles θ_i become θ_i / factor, as if positions were divided by factor.
 
     Parameters
     ----------
@@ -89,18 +89,18 @@ class LinearScaling(Scaling):
     factor: float
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return θ_i / factor."""
+        """Return ``theta`` / factor."""
         return theta / self.factor
 
 
 @dataclass(frozen=True)
 class DynamicNTKScaling(Scaling):
-    """Dynamic NTK scaling: a base that grows with the length n of the sequence.
+    """Dynamic NTK scaling: the base in θ_i = base^(-2i/R) grows with the sequence's length n.
 
-    The base is base · (factor · n / n_0 - (factor - 1))^(R / (R - 2)), and unchanged up to the
-    length n_0 of training. Queries and keys must be rotated for the same n. With a cache, give the
-    final ``length``, because the default is the largest position of the call plus 1. As in
-    transformers, that is over the whole batch, so the angles of batch entries are not independent.
+    Up to the length n_0 of training, the base does not change. Beyond n_0 it is multiplied by
+    (factor · n / n_0 - (factor - 1))^(R / (R - 2)), where R is the rotated width. Queries and keys
+    must be rotated for the same n. The default of n is the largest position of a call plus 1. As in
+    transformers, all batch entries share it. With a cache, pass the final ``length`` instead.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class DynamicNTKScaling(Scaling):
     Raises
     ------
     TypeError, ValueError
-        ``factor`` below 1, or an ``original_length`` that is not a positive integer.
+        ``factor`` is below 1, or ``original_length`` is not a positive integer.
 
     References
     ----------
@@ -125,7 +125,7 @@ class DynamicNTKScaling(Scaling):
     is_dynamic = True
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return θ_i for the larger base."""
+        """Return each pair's angle per position for the larger base."""
         R = 2 * len(theta)
         if R < 4:
             raise ValueError(
@@ -139,14 +139,13 @@ class DynamicNTKScaling(Scaling):
 
 @dataclass(frozen=True)
 class YaRNScaling(Scaling):
-    """YaRN scaling: θ_i for fast pairs, θ_i / factor for slow pairs, with a ramp between them.
+    """YaRN scaling: the angle θ_i for fast pairs, θ_i / factor for slow ones, a mixture in between.
 
     Fast pairs rotate at least ``beta_fast`` times within ``original_length``, slow pairs at most
     ``beta_slow`` times. cos and sin are multiplied by ``attention_factor``, so scores grow by its
-    square. As in the authors' code and in transformers, the ramp is linear in the pair's index,
-    between integer indices if ``truncate``; in the paper, it is linear in the number of rotations.
-    If an extreme ``original_length`` makes the ramp's ends cross, the result is that of the
-    authors' code, not the rule above.
+    square. The mixture is a ramp, linear in the pair's index as in the authors' code and in
+    transformers; in the paper, it is linear in the number of rotations. If an extreme
+    ``original_length`` makes the ramp's ends cross, the result is that of the authors' code.
 
     Parameters
     ----------
@@ -192,7 +191,7 @@ class YaRNScaling(Scaling):
         return 0.1 * math.log(self.factor) + 1 if given is None else given
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return the mixture of θ_i and θ_i / factor."""
+        """Return each pair's angle: ``theta``, ``theta`` / factor or a mixture of both."""
         R = 2 * len(theta)
         low = self._index_rotating(self.beta_fast, base, R)
         high = self._index_rotating(self.beta_slow, base, R)
@@ -211,7 +210,7 @@ class YaRNScaling(Scaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(Scaling):
-    """Llama 3's scaling: θ_i / factor for long wavelengths, θ_i for short ones, else a mixture.
+    """Llama 3's scaling: angles θ_i / factor for long wavelengths, θ_i for short ones, else mixed.
 
     Pair i rotates t = original_length · θ_i / 2π times within ``original_length``. Its wavelength
     is long if t is below ``low_freq_factor``, short if t is above ``high_freq_factor``.
@@ -251,7 +250,7 @@ class Llama3Scaling(Scaling):
             )
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return the mixture of θ_i and θ_i / factor."""
+        """Return each pair's angle: ``theta``, ``theta`` / factor or a mixture of both."""
         times = self.original_length * theta / (2 * math.pi)
         kept = (times - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = np.clip(kept, 0, 1)
@@ -260,7 +259,7 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True)
 class FactorScaling(Scaling):
-    """Scaling θ_i / f_i with a positive factor per pair, the form in llama.cpp's files."""
+    """Scaling with one positive factor f_i per pair, θ_i / f_i, as in llama.cpp's files."""
 
     factors: tuple[float, ...]
 
@@ -269,7 +268,7 @@ class FactorScaling(Scaling):
         self._keep("factors", factors)
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return θ_i / f_i."""
+        """Return ``theta`` / f_i for each pair i."""
         if len(theta) != len(self.factors):
             raise ValueError(
                 f"factors has {len(self.factors)} numbers: expected one for each of "
