@@ -55,11 +55,11 @@ UNTAPPED = f"it keeps no steps to tap; {' and '.join(TAPPED)} do"
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about the machine)
-    """The error for a backend that cannot run here or does not support this problem."""
+    """Raised if a backend cannot run here or does not support this problem."""
 
 
 class Masks(TypedDict, total=False):
-    """Options of ``attention`` that all attention layers share."""
+    """Types of the options of ``attention`` that all attention layers share."""
 
     attn_mask: Array
     alibi_slopes: Array
@@ -95,11 +95,11 @@ class Packing(TypedDict, total=False):
 
 
 class AttentionOptions(Masks, Positions, Scores, Packing, total=False):
-    """Options that a layer passes on to ``attention``."""
+    """Types of all options that a layer passes on to ``attention``."""
 
 
 def backends() -> dict[str, str | None]:
-    """Return a dictionary from backend to the reason why it cannot run here, None if it can.
+    """Map each backend to the reason why it cannot run here, or to None if it can run.
 
     >>> backends()["dense"] is None
     True
@@ -172,7 +172,7 @@ def block_mask(
     mask_mod: Callable[..., Any], Lq: int, Lk: int, *, B: int | None = None, H: int | None = None,
     q_offset: int = 0,
 ) -> BlockMask:  # fmt: skip
-    """Find the blocks of scores that ``mask_mod`` hides entirely, for many calls of ``attention``.
+    """Find the blocks of scores that ``mask_mod`` hides entirely, once for many attention calls.
 
     The search calls ``mask_mod`` for every pair of a query and a key. Pass the result instead of
     the function, ``attention(…, mask_mod=block_mask(f, Lq, Lk))``, to search only once.
@@ -333,15 +333,16 @@ def attention(
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int, optional
         n sequences are packed one after another along Lq and Lk, with B = 1. Sequence s has the
         rows from cu_seqlens[s] to cu_seqlens[s + 1]; the first number is 0, the last is Lq or Lk.
-        No sequence sees another. Positions count from a sequence's first query and key, functions
-        get s as b, and ``q_offset`` and ``kv_lengths`` are one integer or n. Not available with
-        ``attn_mask``, ``attn_bias``, a BlockMask or arrays on a GPU. ``cu_seqlens_k`` defaults to
-        ``cu_seqlens_q``.
+        No sequence sees another. Positions count from a sequence's first query and key, and
+        functions get s as b. ``q_offset`` and ``kv_lengths`` are one integer for all sequences, or
+        one for each. Not available with ``attn_mask``, ``attn_bias``, a BlockMask or arrays on a
+        GPU. ``cu_seqlens_k`` defaults to ``cu_seqlens_q``.
     block_table : array_like of shape (B, pages), int, optional
         Keys and values are paged: k is (num_pages, Hkv, page_size, D), v likewise. Key j of batch
         entry b is key j % page_size of page block_table[b, j // page_size]. ``kv_lengths`` is
         required; table entries beyond these lengths are not read. With ``cu_seqlens_q`` the table
-        has one row per sequence. The same arguments as for ``cu_seqlens_q`` are not available.
+        has one row per sequence. Not available with ``attn_mask``, ``attn_bias``, a BlockMask or
+        arrays on a GPU.
     return_lse : bool, default False
         Return the log-sum-exp too.
     backend : {"auto", "dense", "tiled", "cpu", "cuda"}, default "auto"
@@ -387,11 +388,11 @@ def attention(
     read at each call. On the CPU, they may call elementwise functions of torch and NumPy:
     ``where``, ``clamp``, ``tanh``, ``log2``, …; the error about an unknown function lists all.
 
-    On the CPU a new value of a captured number or array usually needs no compilation. A new value
-    of another type, such as a string, a tuple or a flag, does. So does every new value on a GPU, or
-    if numba compiles the function only with constants. The values that a ``mask_mod`` captures are
-    compared at each call, because hidden blocks depend on them. Ctrl-C ends a call at once; a
-    running compilation continues, and its result is stored.
+    On the CPU a new value of a captured number or array usually needs no new compilation, unless
+    numba can compile the function only with constants. A new value of another type, such as a
+    string, a tuple or a flag, needs one. On a GPU every new value needs one. The values that a
+    ``mask_mod`` captures are compared at each call, because hidden blocks depend on them. Ctrl-C
+    ends a call at once; a running compilation continues, and its result is stored.
 
     References
     ----------
