@@ -17,21 +17,23 @@ This module can be called itself, as its function ``check``:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 from minimha.check import translation
 from minimha.check.answer import Answer
+from minimha.check.asking import Asking, Limits, drawn_seed
 from minimha.check.calling import ARRAYS, DTYPES, Caller, arguments_of
 from minimha.check.calling_layers import LayerCaller
 from minimha.check.candidate import TIMEOUT, Candidate
+from minimha.check.conditions import sizes
 from minimha.check.page import as_text
-from minimha.check.problems import graded, layer_problems
+from minimha.check.problems import Graded, graded, layer_problems
 from minimha.check.report import Report
 from minimha.check.target import split
 from minimha.check.verdict import judge
-from minimha.equations.arguments import choice, flag, number
+from minimha.equations.arguments import choice, flag, integer, number
 
 __all__ = ["Report", "assert_attention", "check"]
 
@@ -47,13 +49,19 @@ def check(
     arrays: str | None = None,
     device: str | None = None,
     timeout: float = TIMEOUT,
+    seed: int | None = None,
+    head_dims: Sequence[int] = (),
+    multiple_of: int = 1,
+    max_heads: int | None = None,
+    is_square: bool = False,
     progress: Progress = lambda doing: None,
 ) -> Report:
     """Name the bugs of a function that should compute softmax(scale · Q Kᵀ + bias) V.
 
-    The function is called on graded problems, each of which uses as few options as possible. Its
-    outputs are compared with those of right attention, and of attention with each known bug. An
-    exception counts as an option that the function does not take, not as a bug.
+    The function is called on graded problems, each of which uses as few options as possible, then
+    on problems in which the options meet that it takes, then on sizes that models have. Its outputs
+    are compared with those of right attention, and of attention with each known bug. An exception
+    counts as an option or a shape that the function does not take, not as a bug.
 
     Parameters
     ----------
@@ -77,14 +85,26 @@ def check(
         CPU.
     timeout : float, default 20
         Seconds for each problem in the separate process; the first problem gets three times this.
+    seed : int, optional
+        Draws the numbers of the problems in which options meet, and of those at models' sizes.
+        Default is another seed in each process; ``report.seed`` repeats it.
+    head_dims : sequence of int, optional
+        Widths of heads that the function takes; other problems are not asked. Default is any.
+    multiple_of : int, default 1
+        The function takes only lengths that this number divides.
+    max_heads : int, optional
+        The most query heads that the function takes; default is any number.
+    is_square : bool, default False
+        If True, the function takes only as many queries as keys.
     progress : callable ``progress(doing)``, optional
         Receives a few words before each step.
 
     Returns
     -------
     Report
-        Its ``verdict`` is "right", "wrong" or "cannot tell"; its ``deviations`` are the smallest
-        set of bugs that explains most problems; ``str(report)`` is the verdict in two sentences.
+        Its ``verdict`` is "right", "differs", "wrong" or "cannot tell"; its ``deviations`` are the
+        smallest set of bugs that explains most problems; ``report.covers`` holds what was tried;
+        ``str(report)`` is the verdict in a few sentences.
 
     Raises
     ------
@@ -104,26 +124,46 @@ def check(
         choice("arrays", arrays, ARRAYS)
     settings: dict[str, Any] = {"speaks": speaks, "dtype": dtype}
     settings |= {"arrays": arrays, "device": device}
-    problems = layer_problems(dtype) if flag("is_layer", is_layer) else graded(dtype)
+    timeout = number("timeout", timeout, low=1e-3)
+    seed = drawn_seed() if seed is None else integer("seed", seed, low=0)
+    limits = Limits(
+        tuple(integer("head_dims", D, low=1) for D in head_dims),
+        integer("multiple_of", multiple_of, low=1),
+        None if max_heads is None else integer("max_heads", max_heads, low=1),
+        flag("is_square", is_square),
+    )
+    is_layer = flag("is_layer", is_layer)
+    if is_layer and limits != Limits():
+        raise ValueError(
+            "head_dims, multiple_of, max_heads and is_square are for functions, not for layers"
+        )
+    limits.check()
+    problems = layer_problems(dtype) if is_layer else graded(dtype)
     if isinstance(function, str):
-        timeout = number("timeout", timeout, low=1e-3)
         split(function)
         with Candidate(function, timeout, is_layer=is_layer, **settings) as candidate:
-            answers = candidate.answers(problems, progress)
+            asked = Asking(lambda new: candidate.answers(new, progress), dtype, seed, limits)
+            asked.run(problems)
         name = function
     elif callable(function):
         caller = (LayerCaller if is_layer else Caller)(function, **settings)
-        answers = []
-        for problem in problems:
-            progress(problem.name)
-            answers.append(caller.answer(arguments_of(problem)))
+
+        def ask(new: Sequence[Graded]) -> list[Answer]:
+            answers = []
+            for problem in new:
+                progress(problem.name)
+                answers.append(caller.answer(arguments_of(problem)))
+            return answers
+
+        asked = Asking(ask, dtype, seed, limits)
+        asked.run(problems)
         name = _name_of(function)
     else:
         raise TypeError(
             f"function is of type {type(function).__name__}: expected something that can be "
             f"called, or its location, such as 'mykernel.py:attention'"
         )
-    return judged(problems, answers, name, speaks, dtype, progress)
+    return judged([*asked.answers], [*asked.answers.values()], name, speaks, dtype, progress, seed)
 
 
 def judged(
@@ -133,24 +173,31 @@ def judged(
     speaks: str,
     dtype: str,
     progress: Progress = lambda doing: None,
+    seed: int = 0,
 ) -> Report:
     """Report on a function that gave ``answers``; raise ValueError if it took no problem."""
     if all(answer.refusal is not None for answer in answers):
+        asked = [(p, a) for p, a in zip(problems, answers, strict=True) if not a.is_unasked]
+        problem, answer = asked[0]
         raise ValueError(
-            f"{function} takes none of the problems; on the plainest, {problems[0].name!r}: "
-            f"{answers[0].refusal}"
+            f"{function} takes none of the problems; on the plainest, {problem.name!r}: "
+            f"{answer.refusal}. {len(asked)} were tried{_widths(p for p, _ in asked)}"
         )
     findings = judge(problems, answers, dtype=dtype, progress=progress)
-    return Report.of(findings, function, speaks, dtype)
+    return Report.of(findings, function, speaks, dtype, seed)
 
 
-def assert_attention(function: Callable[..., Any] | str, **settings: Any) -> None:
+def assert_attention(
+    function: Callable[..., Any] | str, *, strict: bool = False, **settings: Any
+) -> None:
     """Raise AssertionError with the verdict, unless ``check`` finds the function right.
 
     Parameters
     ----------
     function, **settings
         As in ``check``.
+    strict : bool, default False
+        If True, a function that only differs, as a NaN that leaks from a hidden key, is wrong too.
 
     Raises
     ------
@@ -165,8 +212,17 @@ def assert_attention(function: Callable[..., Any] | str, **settings: Any) -> Non
     """
     __tracebackhide__ = True  # pytest shows the caller's line
     report = check(function, **settings)
-    if report.verdict != "right":
+    if not report.passes(strict=flag("strict", strict)):
         raise AssertionError(as_text(report, taken=len("AssertionError: ")))
+
+
+def _widths(problems: Iterable[Graded]) -> str:
+    """A clause on the sizes of problems, if they are not those of layers."""
+    tried = [sizes(problem.arguments) for problem in problems if problem.layer is None]
+    if not tried:
+        return ""
+    D, Lk = (sorted({s[name] for s in tried}) for name in ("D", "Lk"))
+    return f", with D among {', '.join(map(str, D))} and {Lk[0]} to {Lk[-1]} keys"
 
 
 def _name_of(function: Any) -> str:

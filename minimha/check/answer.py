@@ -25,3 +25,8 @@ class Answer:
     faults: tuple[str, ...] = ()
     dtype: str = ""  # dtype of the returned output; "" if there is none
     note: str = ""  # a sentence about the faults: the expected shape, or the end of the process
+
+    @property
+    def is_unasked(self) -> bool:
+        """Whether the function was not called."""
+        return (self.refusal or "").startswith(NOT_ASKED)

@@ -58,6 +58,7 @@ class Candidate:
         self.settings = {"target": target, **settings}
         self.target, self.timeout, self.memory = target, timeout, memory
         self.has_answered = False
+        self.failures, self.note = 0, ""  # hangs, and crashes before the first answer
         self._process: _Process | None = None
 
     def __enter__(self) -> Candidate:
@@ -69,18 +70,17 @@ class Candidate:
     def answers(
         self, problems: Iterable[Graded], progress: Callable[[str], None] = lambda doing: None
     ) -> list[Answer]:
-        """Ask all problems, in order, until ``GIVE_UP`` failures; return one answer for each."""
+        """Ask all problems, in order, until ``GIVE_UP`` failures in all; return one answer each."""
         found: list[Answer] = []
-        failures, note = 0, ""
         for problem in problems:
-            if failures >= GIVE_UP:
-                found.append(Answer(refusal=f"{NOT_ASKED}, after it had failed: {note}"))
+            if self.failures >= GIVE_UP:
+                found.append(Answer(refusal=f"{NOT_ASKED}, after it had failed: {self.note}"))
                 continue
             progress(problem.name)
             answer = self.answer(arguments_of(problem))
             found.append(answer)
             if "hangs" in answer.faults or (answer.faults and not self.has_answered):
-                failures, note = failures + 1, answer.note
+                self.failures, self.note = self.failures + 1, answer.note
         return found
 
     def answer(self, problem: Mapping[str, Any]) -> Answer:

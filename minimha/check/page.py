@@ -22,6 +22,7 @@ Array = NDArray[Any]
 WIDTH = 80
 WIDEST = 32  # the most characters of a table's column, except the last
 LARGEST = 8  # the most rows and columns of a matrix
+MOST_SIZES = 8  # of one kind that are listed
 DECIMALS = 4
 MARK = "*"
 INDENT = "    "
@@ -85,8 +86,38 @@ def parts(report: Report) -> Iterator[Part]:
             {"reading": r["name"], "fit": f"{r['fit']:.4g}", "value": r["value"]}
             for r in report.readings
         ]
+    if report.findings.results[0].problem.layer is None:
+        yield Heading("what was tried")
+        yield list(_tried(report))
     yield Heading("option by option")
     yield report.conformance()
+
+
+def _tried(report: Report) -> Iterator[dict[str, str]]:
+    """Yield what the verdict covers, one record for each kind."""
+    covers = report.covers
+    ranges = [
+        f"{name} {', '.join(map(str, some)) if len(some) <= MOST_SIZES else _range(some)}"
+        for name, some in covers["sizes"].items()
+    ]
+    options = len([name for name in covers["options"] if name not in report.refused])
+    crossings = "not counted, because the function is wrong"
+    if "crossings" in covers:
+        tried, of = covers["crossings"]
+        crossings = f"{tried} of {of} pairs of a condition and an option that is ignored there"
+    for what, how in (
+        ("problems", f"{report.explains[1]} answered, {covers['refused']} refused, "
+                     f"{covers['not_asked']} not asked; repeat them with seed {report.seed}"),
+        ("options", f"{options} kinds of problem, those below that are not refused"),
+        ("crossings", crossings),
+        ("sizes", "; ".join(ranges)),
+        ("dtype", f"{report.dtype}; no other"),
+    ):  # fmt: skip
+        yield {"tried": what, "": how}
+
+
+def _range(some: Sequence[int]) -> str:
+    return f"{some[0]} to {some[-1]} ({len(some)} values)"
 
 
 def _shown(result: Result, named: Sequence[str]) -> Iterator[Part]:
@@ -153,7 +184,7 @@ def _option(name: str, value: Any) -> str:
 def _text(part: Part) -> str:
     match part:
         case Heading(words):
-            return printable(words)
+            return _filled(words)
         case str():
             return _filled(part)
         case list():

@@ -38,6 +38,7 @@ class Graded:
     is_exact: bool = False  # scores, scaled or not, are representable in the dtype
     layer: Mapping[str, Any] | None = None  # the constructor's arguments of a layer
     chunks: tuple[int, ...] = ()  # the number of tokens of each call with a cache
+    family: str = ""  # "alone", "crossed" or "sized" if drawn anew in each run
 
     @property
     def options(self) -> dict[str, Any]:

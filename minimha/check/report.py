@@ -12,6 +12,8 @@ import numpy as np
 
 from minimha.check.answer import MISSING, NOT_ASKED
 from minimha.check.catalogue import DEVIATIONS, Deviation
+from minimha.check.conditions import sizes
+from minimha.check.crossed import crossings, present, shown
 from minimha.check.translation import DIALECTS
 from minimha.check.verdict import Findings, Result, Verdict
 
@@ -26,8 +28,9 @@ class Report:
     ----------
     function, speaks, dtype : str
         The arguments of ``check``.
-    verdict : {"right", "wrong", "cannot tell"}
-        Also "right" if all deviations are conventions of the library ``speaks``.
+    verdict : {"right", "differs", "wrong", "cannot tell"}
+        "differs" if all deviations are harmless ones, such as a NaN that leaks from a hidden key.
+        Also "right" if all are conventions of the library ``speaks``.
     deviations : tuple of str
         Identifiers of the smallest set that explains most problems.
     alternatives : tuple of tuple of str
@@ -41,6 +44,12 @@ class Report:
     problems : tuple of dict
         ``name``, ``options``, ``error`` (None without an output), ``is_right`` and ``is_refused``
         of each problem.
+    covers : dict
+        What was tried, and what was not: ``options``, ``crossings`` (how many pairs of a
+        condition and an option would have shown that it is ignored there, and how many there are;
+        only if nothing is wrong), ``sizes``, ``refused`` and ``not_asked``.
+    seed : int
+        Repeats the numbers of this report's problems.
     conventions : tuple of str
         A clause about each deviation that is a convention of the library ``speaks``.
     findings : Findings
@@ -57,11 +66,15 @@ class Report:
     refused: tuple[str, ...]
     readings: tuple[dict[str, Any], ...]
     problems: tuple[dict[str, Any], ...]
+    covers: dict[str, Any]
+    seed: int
     conventions: tuple[str, ...]
     findings: Findings = field(repr=False)
 
     @classmethod
-    def of(cls, findings: Findings, function: str, speaks: str, dtype: str) -> Report:
+    def of(
+        cls, findings: Findings, function: str, speaks: str, dtype: str, seed: int = 0
+    ) -> Report:
         """The report on ``findings``."""
         own = DIALECTS[speaks].conventions
         conventions = tuple(own[name] for name in findings.deviations if name in own)
@@ -88,6 +101,8 @@ class Report:
                 for reading in findings.readings
             ),
             tuple(_record(result) for result in findings.results),
+            _covers(findings),
+            seed,
             conventions,
             findings,
         )
@@ -95,10 +110,15 @@ class Report:
     def to_json(self) -> str:
         """All fields but ``conventions`` and ``findings`` as JSON; infinite errors are strings."""
         record = {f.name: getattr(self, f.name) for f in fields(self)[:-2]}
+        record["conditions"] = dict(self.findings.conditions)
         return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
     def __str__(self) -> str:
         return " ".join(self.sentences)
+
+    def passes(self, *, strict: bool = False) -> bool:
+        """Whether the verdict is "right", or "differs" and not ``strict``."""
+        return self.verdict == "right" or (self.verdict == "differs" and not strict)
 
     @property
     def failure(self) -> str | None:
@@ -137,9 +157,13 @@ class Report:
         if self.verdict == "right":
             own = f"; {_listed(self.conventions)}" if self.conventions else ""
             first = f"{self.function} is right in all {taken} problems that it takes{own}."
-            if self.refused:
-                return first, f"It does not take {_listed(self.refused)}."
-            return first, "It takes every option."
+            return first, self._taken
+        if self.verdict == "differs":
+            what = "; ".join(map(self._clause, self.deviations))
+            return (
+                f"{self.function} is right but for this: {what}.",
+                f"This explains all {taken} problems that it takes.", self._taken,
+            )  # fmt: skip
         failing = sum(not (r.is_right or r.is_refused) for r in self.findings.results)
         if self.verdict == "cannot tell":
             return (
@@ -148,14 +172,10 @@ class Report:
                 "What its outputs show is read below.",
             )
         what = "; ".join(map(self._clause, self.deviations)) or "no deviation explains how"
-        if self.deviations == ("nan_leaks",) and explained == taken:
-            others = sum(r.is_right for r in self.findings.results)
-            return (
-                f"{self.function} is right but for one thing: {what}.",
-                f"{others} of the {taken} problems that it takes come out right.",
-            )
-        if not explained:
-            return f"{self.function} is wrong: {what}.", f"{failing} of {taken} problems show it."
+        where = self.findings.wrong_sizes and f" where {self.findings.wrong_sizes}"
+        if not explained or not self.deviations:
+            shown = f"{failing} of {taken} problems show it."
+            return f"{self.function} is wrong{where}: {what}.", shown
         share = f"all {taken}" if explained == taken else f"{explained} of the {taken}"
         evidence = f"This explains {share} problems that it takes."
         if explained < taken and all(
@@ -175,7 +195,14 @@ class Report:
         """Return a clause on what is wrong, about the log-sum-exp if only its shape is."""
         if identifier == "wrong_shape" and self._lse_note:
             return self._lse_note
-        return _clause(identifier)
+        where = self.findings.conditions.get(identifier)
+        return f"{_clause(identifier)}, where {where}" if where else _clause(identifier)
+
+    @property
+    def _taken(self) -> str:
+        if not self.refused:
+            return "It takes every option."
+        return f"It does not take {_listed(self.refused)}."
 
     @property
     def _lse_note(self) -> str:
@@ -190,10 +217,14 @@ class Report:
 
     @property
     def smallest(self) -> Result | None:
-        """The failing problem with the fewest scores and options, of those with outputs if any."""
+        """The failing problem with the fewest scores and options, of those with outputs if any.
+
+        Graded problems come first, and those that only differ last.
+        """
         failing = [
-            (answer.output is None or result.expected.shape != answer.output.shape,
-             _num_scores(result), len(options_of(result)), n)
+            (result.only_differs,
+             answer.output is None or result.expected.shape != answer.output.shape,
+             bool(result.problem.family), _num_scores(result), len(options_of(result)), n)
             for n, result in enumerate(self.findings.results)
             for answer in [result.answer]
             if not (result.is_right or result.is_refused)
@@ -278,6 +309,28 @@ def options_of(result: Result) -> Mapping[str, Any]:
     return {n: x for n, x in options.items() if x is not None and x is not False}
 
 
+def _covers(findings: Findings) -> dict[str, Any]:
+    """What the function's answers cover, and which problems it did not answer."""
+    tried = [r for r in findings.results if r.answer.output is not None]
+    every = [r.problem.arguments for r in tried if r.problem.layer is None]
+    names = [name for result in tried for name in features(result)]
+    found: dict[str, Any] = {"options": {name: names.count(name) for name in dict.fromkeys(names)}}
+    if findings.verdict in ("right", "differs"):
+        covered, possible = set(), set()
+        for result in tried:
+            if result.problem.family in ("alone", "crossed"):
+                given = result.problem.arguments
+                silent = {"return_lse"} if result.answer.lse is None else set()
+                covered |= crossings(given, shown(result.problem) - silent)
+                possible |= crossings(given, present(given) - silent)
+        found["crossings"] = [len(covered), len(possible)]
+    ranges = [sizes(given) for given in every]
+    found["sizes"] = {n: sorted({s[n] for s in ranges}) for n in (ranges[0] if ranges else ())}
+    found["refused"] = sum(_is_refused(r) for r in findings.results)
+    found["not_asked"] = sum(r.answer.is_unasked for r in findings.results)
+    return found
+
+
 def _record(result: Result) -> dict[str, Any]:
     error = None if result.is_refused or result.answer.output is None else result.error
     return {
@@ -299,8 +352,7 @@ def _plain(value: Any) -> Any:
 
 def _is_refused(result: Result) -> bool:
     """Whether the function was called and did not take the problem."""
-    refusal = result.answer.refusal
-    return refusal is not None and not refusal.startswith(NOT_ASKED)
+    return result.answer.refusal is not None and not result.answer.is_unasked
 
 
 def _refused(findings: Findings) -> tuple[str, ...]:

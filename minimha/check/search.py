@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import combinations, product
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from minimha.check.answer import Answer
 from minimha.check.catalogue import DEVIATIONS
+from minimha.check.conditions import USUAL, conditions
 from minimha.check.fitted import fitted
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.problems import Graded
@@ -27,7 +29,7 @@ from minimha.check.wrong_attention import HIDDEN_ROWS, Deviated, deviate
 from minimha.check.wrong_layer import PreparedLayer, deviate_layer
 
 Array = NDArray[Any]
-Item = tuple[str, Any]  # an identifier and its value
+Item = tuple[Any, ...]  # an identifier, its value, and the set of conditions if it has any
 Hypothesis = frozenset[Item]
 Items = TypeVar("Items", Hypothesis, list[Item])
 
@@ -40,6 +42,8 @@ BRANCHES = 24  # the most hypotheses that grow from one
 SAMPLE = 10  # the number of problems by which hypotheses are ranked
 SHARE = 0.5  # the least share of wrong answers that a named set must explain
 NEARLY_ALL = 0.95  # the least share of all answers, for a set with lost precision
+MOST_CONDITIONAL = 3  # deviations under conditions that one function may have
+FEW_SCORES = 1 << 16  # scores of a problem whose arrays are kept
 MOST_FITS = 5_000  # no new set is tried after this many comparisons
 NONE: Hypothesis = frozenset()
 KINDS = {  # the options that hide keys, by their name in deviations of hiding
@@ -76,82 +80,108 @@ class Fit:
         )
 
 
-class Problems:
-    """Graded problems, and the predicted answers of functions with any set of deviations.
+class Known:
+    """One graded problem, and the answers of functions with any set of deviations.
 
-    Predictions for one deviation, or none, are cached for the next function.
+    Predictions for one deviation, or none, are kept for the next function.
     """
 
-    def __init__(self, problems: Sequence[Graded], dtype: str) -> None:
-        self.graded = list(problems)
-        self.prepared = [
-            Prepared(p.arguments, dtype, p.is_exact) if p.layer is None else PreparedLayer(p, dtype)
-            for p in problems
-        ]
-        self.lengths = [p.arguments["x" if p.layer else "k"].shape[-2] for p in problems]
-        self.options = [set(p.options) | set(p.layer or ()) for p in problems]
-        self._predicted: dict[tuple[int, Hypothesis], Deviated | None] = {}
-        self._kinds: dict[int, list[list[Item]]] = {}
+    def __init__(self, problem: Graded, dtype: str) -> None:
+        self.graded, self.dtype = problem, dtype
+        self.length = problem.arguments["x" if problem.layer else "k"].shape[-2]
+        self.options = set(problem.options) | set(problem.layer or ())
+        self.conditions = frozenset() if problem.layer else conditions(problem.arguments)
+        self.asks_lse = bool(problem.arguments.get("return_lse"))
+        self._predicted: dict[Hypothesis, Deviated | None] = {}
+        self._kinds: list[list[Item]] | None = None
 
-    def relevant(self, n: int, hypothesis: Iterable[Item]) -> Hypothesis:
-        """The deviations of a set that may change the answer to problem ``n``.
+    @property
+    def prepared(self) -> Prepared | PreparedLayer:
+        """The arguments in float64."""
+        if self.graded.layer is None:
+            rows = int(np.prod(self.graded.arguments["q"].shape[:3]))
+            if rows * self.length > FEW_SCORES:
+                return _prepared(self.graded, self.dtype)
+        return self._prepared
 
-        Values with the same effect on that problem become one. If there are six keys, blocks of 16
+    @cached_property
+    def _prepared(self) -> Prepared | PreparedLayer:
+        if self.graded.layer is not None:
+            return PreparedLayer(self.graded, self.dtype)
+        return Prepared(self.graded.arguments, self.dtype, self.graded.is_exact)
+
+    def relevant(self, hypothesis: Iterable[Item]) -> Hypothesis:
+        """The deviations of a set that may change the answer.
+
+        Values with the same effect on this problem become one. If there are six keys, blocks of 16
         and of 32 keys have the same effect.
         """
-        items = (self.usual(n, item) for item in hypothesis)
+        items = map(self.usual, hypothesis)
         return frozenset(item for item in items if item is not None)
 
-    def usual(self, n: int, item: Item) -> Item | None:
-        """The item that stands for all with its effect on problem ``n``; None without effect."""
-        name, value = item
-        needs = DEVIATIONS[name].needs
-        if needs and self.options[n].isdisjoint(needs):
+    def usual(self, item: Item) -> Item | None:
+        """The item that stands for all with its effect on this problem; None without effect."""
+        name, value, *where = item
+        if where and not where[0] <= self.conditions:
             return None
-        if name == "causal_always" and "is_causal" in self.options[n]:
+        item = name, value
+        needs = DEVIATIONS[name].needs
+        if needs and self.options.isdisjoint(needs):
+            return None
+        if name == "causal_always" and "is_causal" in self.options:
             return None
         if name.startswith("online"):
-            Lk = self.lengths[n]
             if name == "online_last_block_dropped":
-                return None if Lk % value == 0 else (name, min(value, Lk + 1))
-            return None if value >= Lk else item
+                return None if self.length % value == 0 else (name, min(value, self.length + 1))
+            return None if value >= self.length else item
         if DEVIATIONS[name].stage == "hiding":
             kind, *more = value if isinstance(value, tuple) else (value,)
-            present = [k for k, options in KINDS.items() if not self.options[n].isdisjoint(options)]
+            present = [k for k, options in KINDS.items() if not self.options.isdisjoint(options)]
             if kind != "all" and kind not in present:
                 return None
             kind = "all" if present == [kind] else kind
             return name, (kind, *more) if more else kind
         return item
 
-    def predicted(self, n: int, hypothesis: Iterable[Item]) -> Deviated | None:
+    def predicted(self, hypothesis: Iterable[Item]) -> Deviated | None:
         """The predicted answer under the deviations; None if they do not fit the shapes."""
-        key = n, self.relevant(n, hypothesis)
+        key = self.relevant(hypothesis)
         if key in self._predicted:
             return self._predicted[key]
         try:
-            prediction = _deviate(self.prepared[n], dict(key[1]))
+            prediction = _deviate(self.prepared, dict(key))
         except Impossible:
             prediction = None
-        if len(key[1]) <= 1:
+        if len(key) <= 1:
             self._predicted[key] = prediction
         return prediction
 
-    def kinds(self, n: int) -> list[list[Item]]:
-        """The items that change the answer to problem ``n``, grouped by their effect."""
-        if n not in self._kinds:
-            right = _fingerprint(self.predicted(n, NONE))
+    def kinds(self) -> list[list[Item]]:
+        """The items that change the answer, grouped by their effect."""
+        if self._kinds is None:
+            right = _fingerprint(self.predicted(NONE))
             kinds: dict[Any, list[Item]] = {}
             for item in all_items():
-                if self.usual(n, item) is None:
+                if self.usual(item) is None:
                     continue
-                if is_precision(item[0]) and not self.graded[n].is_exact:
+                if is_precision(item[0]) and not self.graded.is_exact:
                     continue  # its bounds are too wide here to be evidence
-                prediction = _fingerprint(self.predicted(n, [item]))
+                prediction = _fingerprint(self.predicted([item]))
                 if prediction not in (None, right):
                     kinds.setdefault(prediction, []).append(item)
-            self._kinds[n] = list(kinds.values())
-        return self._kinds[n]
+            self._kinds = list(kinds.values())
+        return self._kinds
+
+
+@lru_cache(maxsize=4)  # their arrays are large
+def _prepared(problem: Graded, dtype: str) -> Prepared:
+    return Prepared(problem.arguments, dtype, problem.is_exact)
+
+
+@lru_cache(maxsize=2048)
+def known(problem: Graded, dtype: str) -> Known:
+    """The problem with its predictions, which the next function finds again."""
+    return Known(problem, dtype)
 
 
 def _deviate(prepared: Prepared | PreparedLayer, deviations: Mapping[str, Any]) -> Deviated:
@@ -223,7 +253,7 @@ def _distance(got: Array, wanted: Array) -> float:
 class Search:
     """The search for sets of deviations that explain ``answers``."""
 
-    problems: Problems
+    known: Sequence[Known]
     answers: Sequence[Answer]
     progress: Callable[[str], None] = lambda doing: None
     most: int = 4
@@ -232,19 +262,24 @@ class Search:
 
     def __post_init__(self) -> None:
         self.taken = [n for n, answer in enumerate(self.answers) if answer.output is not None]
-        self.fitted = fitted(self.problems.graded, self.answers)
+        families = [self.known[n].graded.family for n in self.taken]
+        first = next((f for f in ("", "alone", "crossed") if f in families), "")
+        # A set is searched for in these, and must hold in all.
+        self.plain = [n for n, f in zip(self.taken, families, strict=True) if f == first]
+        self.fitted = fitted([x.graded for x in self.known], self.answers)
 
     def fit(self, n: int, hypothesis: Iterable[Item]) -> Fit:
-        key = n, self.problems.relevant(n, hypothesis)
+        x = self.known[n]
+        key = n, x.relevant(hypothesis)
         if key not in self._fits:
-            asks_lse = bool(self.problems.graded[n].arguments.get("return_lse"))
-            prediction = self.problems.predicted(n, key[1])
-            self._fits[key] = compare(self.answers[n], prediction, asks_lse, self.rounded_to)
+            prediction = x.predicted(key[1])
+            self._fits[key] = compare(self.answers[n], prediction, x.asks_lse, self.rounded_to)
         return self._fits[key]
 
-    def contradicted(self, hypothesis: Hypothesis) -> list[int]:
-        """The problems whose answers these deviations do not explain."""
-        return [n for n in self.taken if not self.fit(n, hypothesis).is_explained]
+    def contradicted(self, hypothesis: Hypothesis, *, in_all: bool = False) -> list[int]:
+        """The plain problems, or all, whose answers these deviations do not explain."""
+        problems = self.taken if in_all else self.plain
+        return [n for n in problems if not self.fit(n, hypothesis).is_explained]
 
     def run(self) -> list[Hypothesis]:
         """The smallest sets that the fewest answers contradict; [∅] if no set helps."""
@@ -261,6 +296,42 @@ class Search:
                 break
             least = found[beam[0]]
         return self.chosen(found)
+
+    def conditional(self, hypothesis: Hypothesis) -> list[Hypothesis]:
+        """Extend the set by deviations under conditions, if they explain all but models' sizes.
+
+        A deviation is tried if it explains the contradicting problem with the fewest conditions.
+        """
+        found = [hypothesis]
+        for _ in range(MOST_CONDITIONAL + 1):
+            left = self.contradicted(found[0], in_all=True)
+            small = [n for n in left if self.known[n].graded.family != "sized"]
+            if not small:
+                return found
+            telling = [n for n in small if _has_numbers(self.answers[n])] or small
+            n = min(telling, key=lambda n: len(self.known[n].conditions - USUAL))
+            counts = {
+                h: len(self.contradicted(h, in_all=True))
+                for item in (item for items in self.known[n].kinds() for item in items)
+                if self.explains(n, found[0] | {item})
+                for h in self.under_conditions(n, found[0], item)
+            }
+            least = min(counts.values(), default=len(left))
+            if least >= len(left):
+                break
+            best = [h for h, count in counts.items() if count == least]
+            found = sorted(best, key=lambda h: (_num_conditions(h), _rank(h)))
+            found = [h for h in found if _num_conditions(h) == _num_conditions(found[0])]
+        return [hypothesis]
+
+    def under_conditions(self, n: int, hypothesis: Hypothesis, item: Item) -> list[Hypothesis]:
+        """The set with ``item`` under each condition, or two, that holds for problem ``n``."""
+        needs = DEVIATIONS[item[0]].needs[:1]
+        holding = sorted(c for c in self.known[n].conditions if not c.startswith(needs))
+        unusual = [c for c in holding if c not in USUAL]
+        chosen = [frozenset([c]) for c in holding]
+        chosen += [frozenset(pair) for pair in combinations(unusual, 2)]
+        return [hypothesis | {(*item, c)} for c in chosen]
 
     def best(
         self, grown: Iterable[Hypothesis], found: Mapping[Hypothesis, int]
@@ -291,7 +362,7 @@ class Search:
 
     def targets(self, contradicted: Sequence[int]) -> list[int]:
         """The problems to look at: easy ones first, then those about rounding."""
-        is_exact = [self.problems.graded[n].is_exact for n in contradicted]
+        is_exact = [self.known[n].graded.is_exact for n in contradicted]
         easy = [n for n, exact in zip(contradicted, is_exact, strict=True) if not exact]
         return easy[:TRIED] + [n for n, exact in zip(contradicted, is_exact, strict=True) if exact]
 
@@ -301,11 +372,11 @@ class Search:
 
     def extended(self, n: int, hypothesis: Hypothesis) -> list[Hypothesis]:
         """Sets with one more deviation, of an unused stage, or with another value of one."""
-        stages = {DEVIATIONS[name].stage for name, _ in hypothesis}
+        stages = {DEVIATIONS[name].stage for name, *_ in hypothesis}
         found = []
         if len(hypothesis) < self.most:
-            items = [item for items in self.problems.kinds(n) for item in items]
-            items += [item for item in self.fitted if self.problems.usual(n, item) is not None]
+            items = [item for items in self.known[n].kinds() for item in items]
+            items += [item for item in self.fitted if self.known[n].usual(item) is not None]
             found = [hypothesis | {i} for i in items if DEVIATIONS[i[0]].stage not in stages]
         for held in hypothesis:
             values = [(held[0], value) for value in DEVIATIONS[held[0]].values]
@@ -316,7 +387,7 @@ class Search:
     def grown_by_two(self, n: int) -> list[Hypothesis]:
         """Pairs of deviations that explain answer ``n``; those with one effect are tried once."""
         found: list[Hypothesis] = []
-        for kinds in combinations(_varied(self.problems.kinds(n), 3), 2):
+        for kinds in combinations(_varied(self.known[n].kinds(), 3), 2):
             pairs = [frozenset(p) for p in product(*map(_usual, kinds)) if _stages_differ(p)]
             if pairs and self.explains(n, pairs[0]):
                 found += pairs
@@ -350,12 +421,12 @@ class Search:
         precision, whose bounds are wide, it must explain nearly all answers.
         """
         tells = any(
-            self.explains(n, hypothesis) and _has_numbers(self.answers[n]) for n in self.taken
+            self.explains(n, hypothesis) and _has_numbers(self.answers[n]) for n in self.plain
         )
         wrong, left = len(self.contradicted(NONE)), len(self.contradicted(hypothesis))
         enough = wrong - left >= SHARE * wrong
-        if any(is_precision(name) for name, _ in hypothesis):
-            enough = enough and left <= (1 - NEARLY_ALL) * len(self.taken)
+        if any(is_precision(name) for name, *_ in hypothesis):
+            enough = enough and left <= (1 - NEARLY_ALL) * len(self.plain)
         return tells and enough and all(self.evidence(hypothesis, item) for item in hypothesis)
 
     def evidence(self, hypothesis: Hypothesis, item: Item) -> list[int]:
@@ -369,9 +440,9 @@ class Search:
         if item[0] == "lse_of_dead_rows":  # it allows any log-sum-exp, and predicts none
             explained = [n for n in self.contradicted(less) if self.explains(n, hypothesis)]
         if item[0] in HIDDEN_ROWS[:3]:  # these allow any log-sum-exp
-            explained = [n for n in explained if "return_lse" not in self.problems.options[n]]
+            explained = [n for n in explained if "return_lse" not in self.known[n].options]
         if is_precision(item[0]):
-            explained = [n for n in explained if self.problems.graded[n].is_exact]
+            explained = [n for n in explained if self.known[n].graded.is_exact]
         return explained
 
 
@@ -385,7 +456,7 @@ def is_precision(identifier: str) -> bool:
 
 
 def names_of(hypothesis: Iterable[Item]) -> frozenset[str]:
-    return frozenset(name for name, _ in hypothesis)
+    return frozenset(name for name, *_ in hypothesis)
 
 
 def _usual(items: Iterable[Item]) -> list[Item]:
@@ -405,7 +476,7 @@ def _varied(candidates: Iterable[Items], most: int) -> list[Items]:
 
 
 def _stages_differ(items: Iterable[Item]) -> bool:
-    stages = [DEVIATIONS[name].stage for name, _ in items]
+    stages = [DEVIATIONS[name].stage for name, *_ in items]
     return len(stages) == len(set(stages))
 
 
@@ -414,4 +485,10 @@ _PLACES = {item: n for n, item in enumerate(all_items())}
 
 def _rank(hypothesis: Hypothesis) -> list[int]:
     """A sort key: the places of the items in the catalogue, values outside of it last."""
-    return sorted(_PLACES.get(item, len(_PLACES)) for item in hypothesis)
+    return sorted(_PLACES.get(item[:2], len(_PLACES)) for item in hypothesis)
+
+
+def _num_conditions(hypothesis: Hypothesis) -> tuple[int, int]:
+    """A sort key: the number of conditions, and how many of them are the usual case."""
+    conditions = [c for _, _, *where in hypothesis for some in where for c in some]
+    return len(conditions), sum(c in USUAL for c in conditions)

@@ -7,9 +7,8 @@ reads facts from the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from numpy.typing import NDArray
@@ -17,12 +16,18 @@ from numpy.typing import NDArray
 from minimha.check import readings, relations
 from minimha.check.answer import Answer
 from minimha.check.catalogue import DEVIATIONS
+from minimha.check.conditions import sizes_of_wrong
 from minimha.check.problems import Graded
 from minimha.check.readings import Reading
 from minimha.check.rounding import format_of
-from minimha.check.search import NONE, Hypothesis, Problems, Search, names_of
+from minimha.check.search import NONE, Hypothesis, Search, known, names_of
 
-Verdict = Literal["right", "wrong", "cannot tell"]
+Verdict = Literal["right", "differs", "wrong", "cannot tell"]
+
+DIFFERENCES = {  # what most libraries have, and what harms no right use
+    "nan_leaks", "dead_rows_nan", "dead_rows_mean", "dead_rows_first_value", "lse_of_dead_rows",
+    "lse_base_2",
+}  # fmt: skip
 
 TOLERANCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}  # of relations between answers
 WIDER = ("float32", "float64")  # output dtypes that lose no precision
@@ -40,6 +45,7 @@ class Result:
     bound: float  # the largest difference that rounding explains, over all numbers
     is_right: bool
     is_refused: bool
+    only_differs: bool = False  # wrong, but explained by ``DIFFERENCES``
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +60,8 @@ class Findings:
     readings: tuple[Reading, ...]
     results: tuple[Result, ...]
     tell_apart: str | None = None  # a clause on the options that would tell the sets apart
+    conditions: Mapping[str, str] = field(default_factory=dict)  # of each deviation, as a clause
+    wrong_sizes: str = ""  # a clause on sizes, if only some sizes are wrong
 
 
 def judge(
@@ -69,7 +77,7 @@ def judge(
     """
     if len(problems) != len(answers):
         raise ValueError(f"there are {len(answers)} answers to {len(problems)} problems")
-    search = Search(_known(tuple(problems), dtype), answers, progress)
+    search = Search([known(problem, dtype) for problem in problems], answers, progress)
     results = tuple(_result(search, n) for n in range(len(problems)))
     refused, faults, notes = _refused(problems, answers), _faults(answers), _notes(answers, dtype)
     taken = [r for r in results if not r.is_refused]
@@ -80,19 +88,53 @@ def judge(
         verdict: Verdict = "wrong" if faults else "right"
         return Findings(verdict, faults, (), counts, refused, notes, results)
     coarse = _rounded_to(answers, dtype)
-    search = Search(search.problems, answers, progress, rounded_to=coarse)
-    found = search.run()
+    search = Search(search.known, answers, progress, rounded_to=coarse)
+    found = _best(search)
     sets = [tuple(sorted(names, key=_place)) for names in dict.fromkeys(map(names_of, found))]
     read = _readings(search, found[0], results, coarse or dtype)
+    left = search.contradicted(found[0], in_all=True)
     if found[0] or faults:
-        counts = len(taken) - len(search.contradicted(found[0])), len(taken)
+        counts = len(taken) - len(left), len(taken)
     if counts[0] < counts[1] and any(r.name == "dropout" for r in read):
-        sets = [("weights_dropped_out",)]
+        sets, left = [("weights_dropped_out",)], []
     faults = tuple(f for f in faults if not _follows(f, sets[0], search, found[0]))
-    return Findings(
-        "wrong", sets[0] + faults, tuple(sets[1:]), counts, refused, (*read, *notes), results,
-        _tell_apart(search, found),
+    differs = frozenset(item for item in found[0] if item[0] in DIFFERENCES)
+    results = tuple(
+        replace(r, only_differs=not (r.is_right or r.is_refused)
+                and search.fit(n, differs).is_explained)
+        for n, r in enumerate(results)
     )  # fmt: skip
+    is_mild = bool(sets[0]) and {*sets[0]} <= DIFFERENCES and not faults and not left
+    return Findings(
+        "differs" if is_mild else "wrong", sets[0] + faults, tuple(sets[1:]), counts, refused,
+        (*read, *notes), results, _tell_apart(search, found), _conditions(found[0]),
+        _wrong_sizes(search, left),
+    )  # fmt: skip
+
+
+def _best(search: Search) -> list[Hypothesis]:
+    """The sets that the fewest answers contradict; with conditions only where they are needed."""
+    found = search.run()
+    if not search.contradicted(found[0], in_all=True):
+        return found
+    left = {h: len(search.contradicted(h, in_all=True)) for h in found}
+    found = [h for h in found if left[h] == min(left.values())]  # the rest tells them apart
+    tried = [search.conditional(start) for start in dict.fromkeys((found[0], NONE))]
+    best = min(tried, key=lambda some: len(search.contradicted(some[0], in_all=True)))
+    return best if len(search.contradicted(best[0], in_all=True)) < min(left.values()) else found
+
+
+def _conditions(found: Hypothesis) -> dict[str, str]:
+    return {name: " and ".join(sorted(some)) for name, _, *where in found for some in where}
+
+
+def _wrong_sizes(search: Search, left: Sequence[int]) -> str:
+    """A clause on the sizes at which alone answers are wrong; "" if others are wrong too."""
+    wrong = [search.known[n].graded for n in left]
+    if not wrong or any(problem.family != "sized" for problem in wrong):
+        return ""
+    right = [search.known[n].graded for n in search.taken if n not in left]
+    return sizes_of_wrong(wrong, right)
 
 
 def _rounded_to(answers: Sequence[Answer], dtype: str) -> str | None:
@@ -101,21 +143,13 @@ def _rounded_to(answers: Sequence[Answer], dtype: str) -> str | None:
     return found if found in list(TOLERANCE)[list(TOLERANCE).index(dtype) + 1 :] else None
 
 
-@lru_cache(maxsize=4)
-def _known(problems: tuple[Graded, ...], dtype: str) -> Problems:
-    """The problems with their predictions, cached for the next function."""
-    return Problems(problems, dtype)
-
-
 def _result(search: Search, n: int) -> Result:
-    problem, answer = search.problems.graded[n], search.answers[n]
-    expected = search.problems.predicted(n, NONE)
+    x, answer, fit = search.known[n], search.answers[n], search.fit(n, NONE)
+    expected = x.predicted(NONE)
     assert expected is not None  # right attention can always be computed
-    fit = search.fit(n, NONE)
-    asks_lse = bool(problem.arguments.get("return_lse"))
     return Result(
-        problem, answer, expected.output, expected.lse if asks_lse else None, fit.error, fit.bound,
-        fit.is_explained, answer.output is None,
+        x.graded, answer, expected.output, expected.lse if x.asks_lse else None, fit.error,
+        fit.bound, fit.is_explained, answer.output is None,
     )  # fmt: skip
 
 
@@ -159,10 +193,10 @@ def _readings(
     search: Search, found: Hypothesis, results: Sequence[Result], dtype: str
 ) -> tuple[Reading, ...]:
     """The values of the named deviations, the broken relations, and facts from the weights."""
-    problems, answers = search.problems.graded, search.answers
+    problems, answers = [x.graded for x in search.known], search.answers
     read = [
         Reading(name, _text(value))
-        for name, value in sorted(found, key=str)
+        for name, value, *_ in sorted(found, key=str)
         if len(DEVIATIONS[name].values) > 1
     ]
     by_name = {p.name: a for p, a in zip(problems, answers, strict=True)}
@@ -184,20 +218,19 @@ def _text(value: Any) -> str:
 
 def _tell_apart(search: Search, found: Sequence[Hypothesis]) -> str | None:
     """Return a clause on the options that would tell the first two sets apart."""
-    known = search.problems
     other = next((h for h in found if names_of(h) != names_of(found[0])), None)
     if other is None:
         return None
     needed: list[set[str]] = []
-    for n, problem in enumerate(known.graded):
+    for n, x in enumerate(search.known):
         if n in search.taken:
             continue
-        a, b = known.predicted(n, found[0]), known.predicted(n, other)
+        a, b = x.predicted(found[0]), x.predicted(other)
         if a is None or b is None:
             continue
         apart = abs(a.output - b.output) > a.bound + b.bound
         if (apart & ~a.is_free & ~b.is_free).any():
-            needed.append(set(problem.options))
+            needed.append(set(x.graded.options))
     if not needed:
         return "no problem tells them apart"
     options = min(needed, key=len)

@@ -22,11 +22,7 @@ def by_positions(x: Prepared, d: Mapping[str, Any]) -> Array:
 
 
 def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
-    is_given = bool(x.given.get("is_causal"))
-    if d.get("causal_ignored") == "with a mask":
-        is_given = is_given and x.given.get("attn_mask") is None
-    elif "causal_ignored" in d:
-        is_given = False
+    is_given = bool(x.given.get("is_causal")) and "causal_ignored" not in d
     if not is_given and "causal_always" not in d:
         return ALL
     p = _position(x, d, "causal")
@@ -75,8 +71,7 @@ def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
 def by_mask(x: Prepared, d: Mapping[str, Any]) -> Array:
     """Whether the mask lets query i see key j, broadcastable to (B, H, Lq, Lk)."""
     mask = x.problem.attn_mask
-    is_beside = d.get("mask_ignored") == "with causality" and not x.given.get("is_causal")
-    if mask is None or ("mask_ignored" in d and not is_beside):
+    if mask is None or "mask_ignored" in d:
         return ALL
     if "mask_head_0_for_all" in d:
         mask = mask[:, :1]

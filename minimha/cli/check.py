@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minimha.cli.arguments import real
+from minimha.cli.arguments import natural, real, whole
 from minimha.cli.output import REPORT_FORMATS, add_output, check_output, format_of, put
 from minimha.explain import render
 from minimha.explain.trace import printable
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and arguments."""
     parser.description = (
         "Run a function on graded problems, in a separate process, and name what it "
-        "computes wrong. Exit status: 0 right, 1 wrong, 2 it cannot be checked."
+        "computes wrong. Exit status: 0 right or only different, 1 wrong, 2 it cannot be checked."
     )
     add = parser.add_argument
     add("function", nargs="?", metavar="FUNCTION",
@@ -36,6 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--write-problems", metavar="FOLDER", help="write the problems as npz, for any language")
     add("--compare", metavar="PATH",
         help="answers to those problems, computed elsewhere: out.npz or a folder")  # fmt: skip
+    add("--strict", action="store_true",
+        help="exit with 1 also if it only differs, for example leaks a hidden NaN")  # fmt: skip
+    add("--seed", type=natural, metavar="N", help="repeat the problems of an earlier report")
+    add("--head-dims", type=whole(1), nargs="+", default=(), metavar="D",
+        help="widths of heads that the function takes")  # fmt: skip
+    add("--multiple-of", type=whole(1), default=1, metavar="N",
+        help="a number that divides the lengths that it takes")  # fmt: skip
+    add("--max-heads", type=whole(1), metavar="H", help="the most query heads that it takes")
+    add("--square", action="store_true", help="it takes only as many queries as keys")
     add_output(parser, REPORT_FORMATS)
 
 
@@ -55,19 +64,19 @@ def run(args: argparse.Namespace) -> int:
         put(args, _written(report, format_of(args)))
     if report.failure is not None:
         raise ValueError(report.failure)
-    return NOTHING_WRONG if report.verdict == "right" else WRONG
+    return NOTHING_WRONG if report.passes(strict=args.strict) else WRONG
 
 
 def _checked(args: argparse.Namespace) -> Any:
     from minimha.check import check
-    from minimha.check.problems import graded, layer_problems
 
     is_layer = args.layer is not None
-    problems = (layer_problems if is_layer else graded)(args.dtype)
-    with render.progress(sys.stderr, len(problems) + 1) as progress:
+    with render.progress(sys.stderr, None) as progress:
         return check(
             args.layer if is_layer else args.function, args.speaks, args.dtype, is_layer=is_layer,
-            arrays=args.arrays, device=args.device, timeout=args.timeout, progress=progress,
+            arrays=args.arrays, device=args.device, timeout=args.timeout, seed=args.seed,
+            head_dims=args.head_dims, multiple_of=args.multiple_of, max_heads=args.max_heads,
+            is_square=args.square, progress=progress,
         )  # fmt: skip
 
 
@@ -79,11 +88,12 @@ def _written(report: Any, kind: str) -> str:
 
 
 def _write(args: argparse.Namespace) -> int:
+    from minimha.check.asking import exchanged
     from minimha.check.exchange import files_of
     from minimha.check.problems import graded
     from minimha.cli.output import write_folder
 
-    problems = graded(args.dtype)
+    problems = exchanged(graded(args.dtype), args.seed or 0)
     try:
         write_folder(args.write_problems, files_of(problems, args.dtype), force=args.force)
     except ValueError as error:
@@ -95,17 +105,19 @@ def _write(args: argparse.Namespace) -> int:
 
 def _compared(args: argparse.Namespace) -> Any:
     from minimha.check import judged
+    from minimha.check.asking import exchanged
     from minimha.check.exchange import MANIFEST, answers_of, check_manifest
     from minimha.check.problems import graded
     from minimha.cli.inputs import read_text
 
-    problems, path = graded(args.dtype), Path(args.compare)
+    seed = args.seed or 0
+    problems, path = exchanged(graded(args.dtype), seed), Path(args.compare)
     manifest = path / MANIFEST
     if path.is_dir() and manifest.exists():
         check_manifest(read_text(manifest), problems, str(manifest), args.dtype)
     arrays = _folder(path, problems) if path.is_dir() else _answers(path, problems, "")
     answers = answers_of(arrays, problems, args.compare, args.dtype)
-    return judged(problems, answers, args.compare, "minimha", args.dtype)
+    return judged(problems, answers, args.compare, "minimha", args.dtype, seed=seed)
 
 
 def _folder(path: Path, problems: Any) -> dict[str, Any]:

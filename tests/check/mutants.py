@@ -5,7 +5,7 @@ import numpy as np
 
 from minimha.check.answer import Answer
 from minimha.check.prepared import Impossible
-from minimha.check.search import Problems
+from minimha.check.search import known
 from minimha.check.wrong_attention import HIDDEN_ROWS, deviate
 from minimha.check.wrong_layer import PreparedLayer, deviate_layer
 
@@ -21,7 +21,7 @@ ROUNDED_BY = {  # deviations that come to rounding in the dtype itself, which is
 
 def answers(problems, deviations, dtype="float32", prepared=None):
     """What a function with ``deviations``, identifiers and values, answers to each problem."""
-    prepared = prepared or Problems(problems, dtype).prepared
+    prepared = prepared or [known(problem, dtype).prepared for problem in problems]
     return [
         answer(problem, x, deviations, dtype) for problem, x in zip(problems, prepared, strict=True)
     ]

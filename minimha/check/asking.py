@@ -1,0 +1,187 @@
+"""Decides what a function is asked: its answers choose the next problems.
+
+First come the graded problems, then each switch alone, then the rows in which the switches meet
+that the function takes. A wrong or refused row is asked again with fewer switches, until none can
+be left out. If the function refuses the plainest problem, other sizes are tried. The sizes of
+models come last, because a function that is wrong at small sizes need not be asked them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from secrets import randbits
+
+from minimha.check.answer import NOT_ASKED, Answer
+from minimha.check.conditions import sizes
+from minimha.check.crossed import (
+    FIRST_QUERY,
+    PLAIN,
+    SWITCHES,
+    Sizes,
+    Switches,
+    alone,
+    crossed,
+    rows,
+)
+from minimha.check.problems import Graded
+from minimha.check.search import NONE, compare, known
+from minimha.check.sized import sized
+
+Ask = Callable[[Sequence[Graded]], list[Answer]]
+
+TRIED = [
+    Sizes(unit, D)
+    for unit, D in (
+        (1, 64), (1, 128), (16, 64), (64, 64), (64, 128), (128, 64), (128, 128), (32, 32), (16, 16),
+        (64, 32), (256, 64),
+    )
+]  # fmt: skip
+NEEDED: tuple[Switches, ...] = (frozenset(), frozenset({"one query"}))
+LARGEST = 1024  # width, and divisor of lengths, that may be declared
+MOST_SHRUNK = 3
+ROUNDS = 8  # times that rows are chosen anew, without switches that exclude each other
+
+
+@cache
+def drawn_seed() -> int:
+    """The seed of this process, if no other is given."""
+    return randbits(32)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The shapes that a function takes, as its author declares them.
+
+    Attributes
+    ----------
+    head_dims : tuple of int, optional
+        Values of D and Dv; any if empty, the default.
+    multiple_of : int, default 1
+        Divides Lq and Lk.
+    max_heads : int, optional
+        The most query heads; default is no limit.
+    is_square : bool, default False
+        Whether Lq must equal Lk.
+    """
+
+    head_dims: tuple[int, ...] = ()
+    multiple_of: int = 1
+    max_heads: int | None = None
+    is_square: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError if every problem with these shapes would be too large."""
+        for name, some in (("head_dims", self.head_dims), ("multiple_of", (self.multiple_of,))):
+            for size in some:
+                if size > LARGEST:
+                    raise ValueError(
+                        f"{name} is {size}: expected at most {LARGEST}; no problem is that large"
+                    )
+
+    def exclude(self, problem: Graded) -> bool:
+        """Whether the problem has a shape that is not taken."""
+        s = sizes(problem.arguments)
+        return (
+            bool(self.head_dims and {s["D"], s["Dv"]} - set(self.head_dims))
+            or bool(s["Lq"] % self.multiple_of or s["Lk"] % self.multiple_of)
+            or (self.max_heads is not None and s["H"] > self.max_heads)
+            or (self.is_square and s["Lq"] != s["Lk"])
+        )
+
+
+@dataclass
+class Asking:
+    """The problems that a function was asked, and its answers."""
+
+    ask: Ask
+    dtype: str
+    seed: int
+    limits: Limits = Limits()
+    answers: dict[Graded, Answer] = field(default_factory=dict)
+
+    def all(self, problems: Sequence[Graded]) -> list[Answer]:
+        """The answers to these problems; those that were answered before are not asked again."""
+        for p in problems:
+            if p not in self.answers and p.layer is None and self.limits.exclude(p):
+                self.answers[p] = Answer(refusal=f"{NOT_ASKED}: you declared other shapes")
+        new = [p for p in problems if p not in self.answers]
+        self.answers.update(zip(new, self.ask(new), strict=True))
+        return [self.answers[p] for p in problems]
+
+    def run(self, graded: Sequence[Graded]) -> None:
+        """Ask the graded problems, and all others that the answers lead to; of layers no others."""
+        self.all(graded)
+        if graded[0].layer is not None:
+            return
+        fitting = next((pair for pair in self._fits() if self._takes(*pair)), None)
+        if fitting is None:
+            return
+        self._meet(*fitting)
+        small = [p for p in self.answers if p.family]
+        if not any(self.is_wrong(p, asks_lse=False) for p in small):
+            self.all(sized(self.seed))
+
+    def _fits(self) -> list[tuple[Sizes, Switches]]:
+        """The sizes to try, and the switches that each problem needs then."""
+        declared = []
+        if self.limits != Limits():
+            widths = self.limits.head_dims or (PLAIN.D,)
+            declared = [Sizes(self.limits.multiple_of, D) for D in widths]
+        return [(some, needed) for needed in NEEDED for some in (*declared, PLAIN, *TRIED)]
+
+    def _takes(self, some: Sizes, needed: Switches) -> bool:
+        return self.is_taken(crossed(needed, some, self.seed))
+
+    def is_taken(self, problem: Graded) -> bool:
+        """Whether the function answers the problem, right or wrong."""
+        return self.all([problem])[0].refusal is None
+
+    def is_wrong(self, problem: Graded, *, asks_lse: bool = True) -> bool:
+        """Whether rounding does not explain the answer."""
+        (answer,), x = self.all([problem]), known(problem, self.dtype)
+        asks_lse = asks_lse and x.asks_lse
+        return answer.output is not None and not (
+            compare(answer, x.predicted(NONE), asks_lse).is_explained
+        )
+
+    def _meet(self, some: Sizes, needed: Switches) -> None:
+        """Ask each switch alone, and then rows of those that are taken."""
+
+        def problem(on: Switches) -> Graded:
+            return crossed(on | needed, some, self.seed)
+
+        singles = [on for on in alone() if self.is_taken(problem(on))]
+        wrong = [on for on in singles if self.is_wrong(problem(on))]
+        taken = frozenset(s for s in SWITCHES for on in singles if s in on)
+        excluded: set[Switches] = set()
+        num_shrunk = 0
+        for _ in range(ROUNDS):
+            before = len(excluded)
+            for on in rows(taken, some, self.seed, frozenset(excluded)):
+                if not self.is_taken(problem(on)):
+                    excluded.add(smallest(on, lambda some: not self.is_taken(problem(some))))
+                elif self.is_wrong(problem(on)) and not any(few <= on for few in wrong):
+                    num_shrunk += 1
+                    if num_shrunk <= MOST_SHRUNK:
+                        few = smallest(on, lambda some: self.is_wrong(problem(some)))
+                        wrong.append(few)  # amid the keys, both sides of a window show
+                        self.all([problem(few - {*FIRST_QUERY} | (taken & {FIRST_QUERY[-1]}))])
+            if len(excluded) == before:
+                break
+
+
+def smallest(on: Switches, still: Callable[[Switches], bool]) -> Switches:
+    """Leave out switch after switch for which ``still`` stays True, until none can be."""
+    for switch in sorted(on):
+        if still(on - {switch}):
+            return smallest(on - {switch}, still)
+    return on
+
+
+def exchanged(graded: Sequence[Graded], seed: int = 0) -> list[Graded]:
+    """Return the problems for a function that runs elsewhere, so that no answer chooses others."""
+    every = frozenset(SWITCHES)
+    others = dict.fromkeys((*alone(), *rows(every, PLAIN, seed)))
+    return [*graded, *(crossed(on, PLAIN, seed) for on in others)]

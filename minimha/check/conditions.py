@@ -1,0 +1,77 @@
+"""The conditions under which a function may be wrong: options that are given, and shapes.
+
+A condition is the clause that a sentence uses, such as "window_size is given" or "Lq > Lk".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minimha.check.problems import Graded
+
+OPTIONS = (
+    "is_causal", "window_size", "attn_mask", "attn_bias", "kv_lengths", "alibi_slopes", "softcap",
+    "sinks", "scale", "return_lse",
+)  # fmt: skip
+GROUPED = "heads are grouped"
+BLOCKS = (2, 4, 8, 16, 32, 64, 128)
+OPPOSITES = {  # each condition, and the one that holds otherwise, if it has a name
+    "B > 1": "B = 1",
+    "H > 1": "H = 1",
+    GROUPED: "heads are not grouped",
+    "groups have 8 heads": "",
+    "Lq = 1": "Lq > 1",
+    "1 < Lq < Lk": "",
+    "Lq > Lk": "",
+    "Lk > 32": "Lk <= 32",
+    "Dv is not D": "Dv is D",
+    **{f"{option} is given": f"{option} is not given" for option in OPTIONS},
+}
+USUAL = frozenset(OPPOSITES.values())  # conditions that hold for the plainest problem
+
+
+def conditions(arguments: Mapping[str, Any]) -> frozenset[str]:
+    """Return the conditions that hold for the arguments of ``attention``.
+
+    >>> import numpy as np
+    >>> x = np.ones((1, 2, 1, 4))
+    >>> found = conditions({"q": x, "k": x, "v": x, "softcap": 2.0})
+    >>> "softcap is given" in found, "Lq = 1" in found, "B > 1" in found
+    (True, True, False)
+    """
+    B, H, G, Lq, Lk, D, Dv = sizes(arguments).values()
+    shapes = (
+        B > 1, H > 1, G > 1, G == 8, Lq == 1, 1 < Lq < Lk, Lq > Lk, Lk > 32, Dv != D,
+    )  # fmt: skip
+    given = [arguments.get(name) is not None and arguments[name] is not False for name in OPTIONS]
+    pairs = zip(OPPOSITES.items(), (*shapes, *given), strict=True)
+    return frozenset(one if holds else other for (one, other), holds in pairs) - {""}
+
+
+def sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of a problem by name."""
+    (B, H, Lq, D), (_, Hkv, Lk, Dv) = arguments["q"].shape, arguments["v"].shape
+    return {"B": B, "H": H, "H / Hkv": H // Hkv, "Lq": Lq, "Lk": Lk, "D": D, "Dv": Dv}
+
+
+def sizes_of_wrong(wrong: Sequence[Graded], right: Sequence[Graded]) -> str:
+    """Return a clause on sizes that holds for the wrong problems alone, else their names.
+
+    It is a least size, one size, or a number that does not divide a size.
+    """
+    bad, good = ([sizes(p.arguments) for p in problems] for problems in (wrong, right))
+    for name in bad[0]:
+        least, most = min(s[name] for s in bad), max((s[name] for s in good), default=0)
+        if least > most:
+            return f"{name} is {least} or more; it is right up to {most}"
+    for name in bad[0]:
+        found = {s[name] for s in bad}
+        if len(found) == 1 and not found & {s[name] for s in good}:
+            return f"{name} is {found.pop()}"
+    for name in ("D", "Dv", "Lk", "Lq"):
+        for block in BLOCKS:
+            large = [s[name] for s in good if s[name] >= block]
+            if large and all(s[name] % block for s in bad) and not any(n % block for n in large):
+                return f"{block} does not divide {name}"
+    return " or ".join(problem.name for problem in wrong[:3])

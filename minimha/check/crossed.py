@@ -1,0 +1,258 @@
+"""Problems in which options and shapes meet: a function may forget one only beside another.
+
+A crossing (conditions, forgotten) is covered by a problem if the conditions hold there, and a
+function that forgets the option gives an answer that rounding does not explain. ``shown`` computes
+this with the equations, in bfloat16, the coarsest dtype. ``rows`` chooses problems greedily, from
+what a function takes, so refused options leave no crossing of the others open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check.conditions import GROUPED, OPTIONS, conditions
+from minimha.check.prepared import Prepared
+from minimha.check.problems import Graded, _Draw, _kept
+from minimha.check.wrong_attention import deviate
+from minimha.equations.problem import Problem
+
+Array = NDArray[Any]
+Switches = frozenset[str]
+Crossing = tuple[frozenset[str], str]  # the conditions, and what a function forgets
+
+# A row takes one of each of these; the first is the plain one, and no switch.
+HEADS = {
+    "one head": (1, 1), "heads": (3, 3), "groups of 2": (4, 2), "groups of 4": (8, 2),
+    "groups of 8": (16, 2),
+}  # fmt: skip
+QUERIES = ("as many queries", "one query", "fewer queries", "more queries")
+FIRST_QUERY = ("at the end", "at the start", "amid the keys")  # where queries stand among the keys
+OTHERS = ("batch", "many keys", "wide values", "by head", "by entry")
+SWITCHES = (*list(HEADS)[1:], *QUERIES[1:], *FIRST_QUERY, *OTHERS, *OPTIONS)
+POSITIONAL = {"is_causal", "window_size", "alibi_slopes"}
+COMPANIONS = {  # what a switch needs before it changes a problem
+    **{place: {"is_causal", "fewer queries"} for place in FIRST_QUERY},
+    "by head": {"attn_mask", "heads"},
+    "by entry": {"is_causal", "fewer queries", "amid the keys", "batch"},
+}  # fmt: skip
+FORGOTTEN = (*OPTIONS, "q_offset", GROUPED)
+MASKING = ("is_causal", "window_size", "kv_lengths", "attn_mask", "Lq", GROUPED, "heads are not")
+CANDIDATES = 600
+TRIES = 16  # rows that may fail to cover a crossing before it counts as one that cannot be covered
+LEAST = 0.02  # share of numbers that must differ
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that a function takes.
+
+    Attributes
+    ----------
+    unit : int, default 1
+        Divides the numbers of queries and of keys.
+    D : int, default 8
+        Width of queries and keys.
+    """
+
+    unit: int = 1
+    D: int = 8
+
+
+PLAIN = Sizes()
+
+
+@lru_cache(maxsize=4096)
+def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
+    """Return the problem with these switches on; its numbers are drawn from ``seed``."""
+    B, (H, Hkv) = 3 if "batch" in on else 1, next((HEADS[h] for h in HEADS if h in on), (1, 1))
+    Lk = (41 if "many keys" in on else 10) if sizes.unit == 1 else sizes.unit * 2
+    Lk += sizes.unit if sizes.unit > 1 and "many keys" in on else 0
+    step = max(1, Lk // 10)
+    Lq = _num_queries(on, sizes, Lk)
+    draw = _Draw(f"crossed {seed} {sizes} {sorted(on)}")
+    Dv = sizes.D // 2 + 1 if "wide values" in on else sizes.D
+    given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, sizes.D, Dv, Hkv, spread=1.3)
+    first = _first_query(on, Lq, Lk, step)
+    if POSITIONAL & on and Lq != Lk:
+        given["q_offset"] = first
+        if "by entry" in on:
+            given["q_offset"] = np.maximum(first + np.array([0, step, -step])[:B], 0)
+    lengths = Lk - step * np.array([2, 4, 0])[:B]  # never a multiple of a block, but the last
+    if "kv_lengths" in on:
+        given["kv_lengths"] = lengths
+    if "window_size" in on:  # the last query still sees a key
+        last = Lq - 1 + int(np.max(given.get("q_offset", 0)))
+        shortest = int(lengths.min()) if "kv_lengths" in on else Lk
+        given["window_size"] = (max(last - shortest + 1, 2 * step), step)
+    if "is_causal" in on:
+        given["is_causal"] = True
+    rows = (B, H) if "by head" in on else (1, 1)
+    if "attn_bias" in on:
+        given["attn_bias"] = draw.numbers(*rows, Lq, Lk, spread=1.5)
+    if "attn_mask" in on:
+        given["attn_mask"] = _mask(given, rows, draw.rng)
+    if "alibi_slopes" in on:
+        slopes = np.geomspace(0.5, 0.0625, H) * 10 / Lk
+        given["alibi_slopes"] = (2.0 ** np.round(np.log2(slopes))).astype(np.float32)
+    if "softcap" in on:
+        given["softcap"] = 1.25
+    if "sinks" in on:
+        given["sinks"] = draw.numbers(H) / 2 + np.float32(np.round(np.log2(Lk / 5)))
+    if "scale" in on:
+        given["scale"] = float(2.0 ** np.round(np.log2(2.3 / np.sqrt(sizes.D))))
+    if "return_lse" in on:
+        given["return_lse"] = True
+    name = ", ".join(s for s in SWITCHES if s in on) or "no switch"
+    name += "" if sizes == PLAIN else f" (lengths × {sizes.unit}, D = {sizes.D})"
+    family, shows = "alone", "one option or shape alone"
+    if on not in alone():
+        family, shows = "crossed", "whether one option is read beside another, or at a shape"
+    return _kept(Graded(f"crossed: {name}", given, shows, family=family))
+
+
+def _num_queries(on: Switches, sizes: Sizes, Lk: int) -> int:
+    if "one query" in on:
+        return 1
+    if "fewer queries" in on:
+        return 5 if sizes.unit == 1 else sizes.unit
+    return Lk + (4 if sizes.unit == 1 else sizes.unit) if "more queries" in on else Lk
+
+
+def _first_query(on: Switches, Lq: int, Lk: int, step: int) -> int:
+    """The position of the first query; no row sees no key."""
+    if Lq == Lk or "at the start" in on:
+        return 0
+    if "amid the keys" in on:
+        return Lk - 3 * step if Lq == 1 else max((Lk - Lq) // 2, 2 * step)
+    return max(Lk - Lq, 0)
+
+
+def _mask(given: Mapping[str, Any], rows: tuple[int, int], rng: np.random.Generator) -> Array:
+    """A mask that leaves each row three fifths of the keys it saw, and hides or shows others."""
+    x = Problem.of(**given)
+    (B, H, Lq, _), Lk = x.q.shape, x.k.shape[2]
+    visible = np.broadcast_to(x.visible(slice(0, Lq), slice(0, Lk)), (B, H, Lq, Lk))
+    if rows != (B, H):
+        visible = np.asarray(visible.all((0, 1), keepdims=True))
+    chance = np.where(visible, rng.random(visible.shape), 2)
+    place = chance.argsort(-1).argsort(-1)  # of each key among those of its row, visible ones first
+    kept = np.ceil(0.6 * visible.sum(-1, keepdims=True))
+    return np.where(visible, place < np.maximum(kept, 1), rng.random(visible.shape) < 0.6)
+
+
+# What forgetting changes, and which rows show it.
+
+
+def without(arguments: Mapping[str, Any], forgotten: str) -> dict[str, Any]:
+    """The arguments that a function computes with if it forgets an option or the grouping."""
+    given = dict(arguments)
+    if forgotten == GROUPED:
+        heads = np.arange(given["q"].shape[1]) % given["k"].shape[1]
+        return {**given, "k": given["k"][:, heads], "v": given["v"][:, heads]}
+    if forgotten == "q_offset":
+        return {**given, "q_offset": 0}
+    given.pop(forgotten)
+    return given
+
+
+@lru_cache(maxsize=4096)
+def shown(problem: Graded) -> frozenset[str]:
+    """What a function cannot forget on this problem without a wrong answer, in any dtype."""
+    given = problem.arguments
+    x = Prepared(given, "bfloat16")
+    right = deviate(x, {})
+    found = {"return_lse"} & set(given)
+    for name in present(given) - found:
+        other = Prepared(without(given, name), "bfloat16")
+        if name != GROUPED:
+            vars(other)["products"] = x.products  # no option changes them
+        wrong = deviate(other, {})
+        apart = abs(wrong.output - right.output) > right.bound + wrong.bound
+        if apart.mean() > LEAST:
+            found.add(name)
+    return frozenset(found)
+
+
+def present(given: Mapping[str, Any]) -> set[str]:
+    """What a function could forget on a problem with these arguments."""
+    is_grouped = given["k"].shape[1] != given["q"].shape[1]
+    return {name for name in FORGOTTEN if name in given} | ({GROUPED} if is_grouped else set())
+
+
+def crossings(given: Mapping[str, Any], forgotten: Iterable[str]) -> set[Crossing]:
+    """The crossings of one condition, and of two about masks, with what may be forgotten."""
+    holding = sorted(conditions(given))
+    about_masks = [c for c in holding if c.startswith(MASKING)]
+    found = set()
+    for name in forgotten:
+        ones = [frozenset([c]) for c in holding if not _is_about(name, c)]
+        if f"{name} is given".startswith(MASKING) or name in (GROUPED, "q_offset"):
+            ones += [
+                frozenset(pair) for pair in combinations(about_masks, 2)
+                if not any(_is_about(name, c) for c in pair)
+            ]  # fmt: skip
+        found |= {(one, name) for one in ones}
+    return found
+
+
+def _is_about(name: str, condition: str) -> bool:
+    return condition.startswith(("H ", "heads ") if name == GROUPED else name)
+
+
+@lru_cache(maxsize=32)
+def rows(
+    taken: Switches, sizes: Sizes = PLAIN, seed: int = 0,
+    excluded: frozenset[Switches] = frozenset(),
+) -> tuple[Switches, ...]:  # fmt: skip
+    """Choose sets of switches whose problems cover every crossing that any candidate covers.
+
+    ``taken`` are the switches to choose from; no set has all of one that is ``excluded``.
+    """
+    pool = _candidates(taken, excluded)
+    possible = {
+        on: crossings(given, present(given))
+        for on in pool
+        for given in [crossed(on, sizes, seed).arguments]
+    }
+    tries = dict.fromkeys(set().union(*possible.values()), TRIES)
+    chosen = []
+    while pool and (best := max(pool, key=lambda on: len(possible[on] & tries.keys()))):
+        if not possible[best] & tries.keys():
+            break
+        pool.remove(best)
+        problem = crossed(best, sizes, seed)
+        covered = crossings(problem.arguments, shown(problem)) & tries.keys()
+        for crossing in possible[best] & tries.keys():
+            tries[crossing] -= 1
+            if crossing in covered or not tries[crossing]:
+                del tries[crossing]
+        if covered:
+            chosen.append(best)
+    return tuple(chosen)
+
+
+@lru_cache(maxsize=32)
+def _candidates(taken: Switches, excluded: frozenset[Switches]) -> list[Switches]:
+    """Random sets of switches that exclude nothing, the same at each call."""
+    rng = np.random.default_rng(1)
+    found: dict[Switches, None] = {}
+    for _ in range(CANDIDATES):
+        share = rng.choice([0.25, 0.45, 0.65])
+        on = {s for s in (*OTHERS, *OPTIONS) if rng.random() < share}
+        on |= {str(rng.choice(list(kinds))) for kinds in (HEADS, QUERIES, FIRST_QUERY)}
+        on &= taken
+        found[frozenset(on)] = None
+    return [on for on in found if not any(some <= on for some in excluded)]
+
+
+@lru_cache(maxsize=1)
+def alone() -> tuple[Switches, ...]:
+    """No switch, and each one with only what it needs to change a problem."""
+    return (frozenset(), *(frozenset({s} | COMPANIONS.get(s, set())) for s in SWITCHES))
