@@ -284,7 +284,7 @@ def attention(
     and ``attn_bias`` must be on the same GPU.
 
     On every backend, ``k`` and ``v`` may be larger than memory, as ``np.memmap`` or arrays of zarr.
-    They are then read 32 MiB at a time, or one chunk of the store if a chunk is larger, and partial
+    They are then read 32 MiB at a time, or one chunk of the store if a chunk is larger. Partial
     results are merged as by ``minimha.merge``. ``score_mod`` and ``mask_mod`` get positions in the
     whole arrays. Everything else must fit into memory; with packed sequences, pages or a tap, ``k``
     and ``v`` must fit too.
@@ -333,10 +333,10 @@ def attention(
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int, optional
         n sequences are packed one after another along Lq and Lk, with B = 1. Sequence s has the
         rows from cu_seqlens[s] to cu_seqlens[s + 1]; the first number is 0, the last is Lq or Lk.
-        No sequence sees another. Positions count from a sequence's first query and key, and
-        functions get s as b. ``q_offset`` and ``kv_lengths`` are one integer for all sequences, or
-        one for each. Not available with ``attn_mask``, ``attn_bias``, a BlockMask or arrays on a
-        GPU. ``cu_seqlens_k`` defaults to ``cu_seqlens_q``.
+        No sequence sees another. Positions count from a sequence's first query and key.
+        ``score_mod`` and ``mask_mod`` get s as b. ``q_offset`` and ``kv_lengths`` are one integer
+        for all sequences, or one for each. Not available with ``attn_mask``, ``attn_bias``, a
+        BlockMask or arrays on a GPU. ``cu_seqlens_k`` defaults to ``cu_seqlens_q``.
     block_table : array_like of shape (B, pages), int, optional
         Keys and values are paged: k is (num_pages, Hkv, page_size, D), v likewise. Key j of batch
         entry b is key j % page_size of page block_table[b, j // page_size]. ``kv_lengths`` is

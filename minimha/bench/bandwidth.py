@@ -14,7 +14,7 @@ STREAM = 1 << 25  # float32 numbers that are read to measure the bandwidth
 
 
 def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
-    """Return the work (bytes or operations) and the call that measure this machine's speed."""
+    """Return the work of a reference call (bytes or operations), and a function that runs it."""
     if shape.is_decode:
         numbers = np.ones(STREAM, np.float32)
         return 4.0 * STREAM, lambda: read_memory(numbers)
@@ -25,7 +25,7 @@ def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
 def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
     """Read a 1-D array once, in vectors, with all threads of the kernels.
 
-    Returns the largest number in each place of a vector, for each thread: (threads, places).
+    Returns the largest number of each thread in each lane of its vectors: (threads, lanes).
     """
     from minimha.kernels.cpu.simd.softmax import lanes_max
     from minimha.kernels.cpu.simd.vector import VECTORS, panel_width

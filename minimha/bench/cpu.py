@@ -65,7 +65,7 @@ def ladder(
     shapes: Sequence[Shape], seconds: float, threads: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Report:  # fmt: skip
-    """Measure the NumPy backends and all CPU kernels; ratios are to the time of LADDER_NORM."""
+    """Measure the NumPy backends and all CPU kernels; ratios are to the time of rung 4."""
     modules = {name: import_module(f"minimha.equations.{name}") for name in ("dense", "tiled")}
     modules |= {name: import_module(f"minimha.kernels.{name}") for name in LADDER}
     with _workers(threads) as number:
@@ -143,7 +143,7 @@ def crowded(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, lis
 
 
 def extra_memory(run: Callable[[], Any]) -> int | None:
-    """Return a call's peak memory besides inputs and output in bytes, or None if unknown."""
+    """Return the peak memory of ``run()`` in bytes, without inputs and output; None if unknown."""
     if not (os.access(CLEAR, os.W_OK) and STATUS.exists()):
         return None
     CLEAR.write_text("5")  # resets the peak to the current memory
@@ -200,7 +200,7 @@ def _error(inputs: Inputs, candidate: Peer) -> float:
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """Return the seconds that one call takes."""
+    """Return the seconds that one call of ``run`` takes."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

@@ -28,7 +28,7 @@ class Peer(NamedTuple):
 
 
 def load() -> list[str]:
-    """Import all installed libraries to compare with; return the names of the others."""
+    """Import the libraries to compare with; return the names of those not installed."""
     absent = [name for name in LIBRARIES if find_spec(name) is None]
     for name in LIBRARIES:
         if name not in absent:
@@ -63,7 +63,7 @@ def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
     """Prepare ``torch.nn.functional.scaled_dot_product_attention``.
 
     If query heads share keys, "GQA" passes ``enable_gqa=True``. For a single query, "folded" is a
-    second way: it passes the query heads with the same keys as the queries of one head.
+    second way: query heads that share keys become queries of one head.
     """
     import torch
     from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -88,7 +88,7 @@ def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 
 def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """Prepare onnxruntime's Attention, MultiHeadAttention and GroupQueryAttention, as supported."""
+    """Prepare each of onnxruntime's three attention operators that supports the problem."""
     B, H, Lq, _ = inputs.q.shape
     Hkv, Lk = inputs.k.shape[1:3]
     mask = inputs.whole_mask

@@ -25,8 +25,8 @@ class Record:
 
     They are NaN if its results are wrong. ``error`` is the largest error against float64 in the
     checked rows, as a multiple of the error of plain NumPy in float32. ``rate`` is operations per
-    second, or bytes of K and V per second for a single query. ``of_machine`` is its share of the
-    rate of a matrix product, or of reading memory, in the same run.
+    second, or bytes of K and V per second for a single query. ``of_machine`` is ``rate``
+    divided by the rate of a matrix product, or of reading memory, in the same run.
     """
 
     shape: str
@@ -56,7 +56,7 @@ def measured(
     record: Record, shape: Shape, times: Sequence[float], ours: Sequence[float] | None,
     machine_rate: float,
 ) -> Record:  # fmt: skip
-    """Return ``record`` with medians, rates and ratios, computed from the measured times."""
+    """Return ``record`` with figures from ``times``, and ratios to ``ours`` and to the machine."""
     low, median, high = (float(np.quantile(times, part)) for part in (0.25, 0.5, 0.75))
     rate = (shape.bytes_read if shape.is_decode else shape.operations) / median
     return replace(

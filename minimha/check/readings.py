@@ -115,8 +115,8 @@ def line(problem: Graded, A: Array) -> tuple[float, float] | None:
 def dropout(weights: Weights, is_random: bool) -> Reading | None:
     """The share of weights that dropout set to 0, if the others grew by one common factor.
 
-    If the nonzero weights are right, zeros are dropout only if two runs differ; otherwise keys may
-    be lost.
+    If that factor is about 1, zeros count as dropout only if two runs differed (``is_random``).
+    If not, keys may be lost.
     """
     found = weights["weights"], weights["weights of two heads"], weights[f"weights of {MANY} keys"]
     zeros = count = 0

@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of a command line, which stores the command's function as ``args.run``.
+    """Return a command-line parser; it stores the chosen command's function as ``args.run``.
 
     If ``words`` begin with a command, only that command is imported and added.
     """

@@ -39,7 +39,7 @@ def integer(text: str) -> int:
 
 
 def check_step(what: str, *sizes: int, largest: int = LARGEST_STEP) -> None:
-    """Raise ValueError if the array ``what`` of these ``sizes`` exceeds ``largest`` numbers."""
+    """Raise ValueError if ``what``, an array of these ``sizes``, exceeds ``largest`` numbers."""
     total = math.prod(sizes)
     if total > largest:
         size = " × ".join(str(n) for n in sizes)

@@ -109,7 +109,7 @@ def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str,
 
 
 def as_result(report: Any) -> Result:
-    """Return the report as bar charts: times of other libraries over minimha's, or speeds."""
+    """Return the report as bar charts: other libraries' times in units of minimha's, or speeds."""
     from minimha.bench.report import best_peers, digits, geometric_mean, machine_line
 
     timed = [record for record in report.records if record.runs]

@@ -174,7 +174,7 @@ def deliver_result(args: argparse.Namespace, result: Result) -> None:
 
 
 def grouped(records: list[dict[str, str]], key: str) -> dict[str, list[dict[str, str]]]:
-    """Map each value of ``key`` to the records that have it; these are returned without ``key``."""
+    """Map each value of ``key`` to the records with that value, returned without ``key``."""
     found: dict[str, list[dict[str, str]]] = {}
     for record in records:
         rest = {name: value for name, value in record.items() if name != key}
@@ -280,8 +280,8 @@ def check_free(name: str, *, force: bool) -> None:
 def write_file(name: str, content: bytes, *, force: bool) -> None:
     """Write ``content`` to the file ``name``, whole or not at all; follow a symbolic link.
 
-    A replaced file keeps its mode and owner. A file with hard links is overwritten in place, so
-    that they stay together; only this can be cut short. If several processes write one new file
+    A replaced file keeps its mode and owner. A file with hard links is overwritten in place,
+    to keep the links; only this write can be cut short. If several processes write one new file
     without ``force``, all but one get a ValueError.
     """
     check_free(name, force=force)

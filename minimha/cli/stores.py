@@ -1,4 +1,4 @@
-"""Open a problem in a zarr store, which may exceed memory, and compute it on a cluster."""
+"""Open a problem in a zarr store that may exceed memory, and compute it on a cluster."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Recor
     """Return a title, the wrong numbers and all numbers of ``--answer``.
 
     The file holds the step that ``--hide`` names, its heads below each other, with or without
-    titles and labels. A number is right if the exact one, rounded to its decimals, equals it.
+    titles and labels. A number is right if the exact one, rounded to n decimals, equals it; n is
+    the number of decimals given.
     """
     from minimha.cli.inputs import read_rows
 

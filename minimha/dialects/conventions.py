@@ -6,8 +6,8 @@ from typing import NamedTuple
 class Conventions(NamedTuple):
     """What one attention function means by its arguments and results, in words for a table.
 
-    ``causal="after the past"`` means that the last query is at the last key, or top left without
-    a past (earlier keys). A log-sum-exp is -inf for a query that sees no key.
+    ``causal="after the past"`` means that the last query is at the last key; without a past
+    (earlier keys), query 0 is at key 0. A log-sum-exp is -inf for a query that sees no key.
     """
 
     arrays: str  # the axes of queries

@@ -161,8 +161,8 @@ def flash_attn_varlen_func(
     k : array_like of shape (Lk, Hkv, D), or (num_pages, page_size, Hkv, D) with ``block_table``
     v : array_like of shape (Lk, Hkv, Dv), or (num_pages, page_size, Hkv, Dv)
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int
-        The start of each sequence, and the end. With ``block_table``, only the differences of
-        ``cu_seqlens_k`` matter: the numbers of keys.
+        The start of each sequence, then the end of the last. With ``block_table``, only the
+        differences of ``cu_seqlens_k`` matter: the numbers of keys.
     max_seqlen_q, max_seqlen_k : int, optional
         The largest numbers of queries and keys in a sequence. This function only checks them.
     softmax_scale, causal, window_size, softcap, backend
@@ -243,7 +243,7 @@ def flash_attn_with_kvcache(
     Causality and windows are aligned bottom-right: the last query is at the position of the last
     key, including new keys. Nothing is written if an argument is invalid.
 
-    Axes: ``B`` batch, ``Lq`` queries, ``L`` new keys, ``Lk`` the most keys that fit into the cache,
+    Axes: ``B`` batch, ``Bc`` cache entries of up to ``Lk`` keys, ``Lq`` queries, ``L`` new keys,
     ``H`` query heads, ``Hkv`` key/value heads, ``D``, ``Dv``.
 
     Parameters

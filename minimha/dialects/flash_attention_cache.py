@@ -58,7 +58,7 @@ def cache_of(
 def new_tokens(
     k: ArrayLike | None, v: ArrayLike | None, k_cache: Any, v_cache: Any, B: int
 ) -> tuple[Array, Array] | None:
-    """Return new keys and values, heads first, or None; an error if they cannot be stored."""
+    """Return new keys and values with heads first, or None; raise if they cannot be stored."""
     if k is None and v is None:
         return None
     if k is None or v is None:
@@ -90,7 +90,11 @@ def new_tokens(
 def cache_lengths(
     value: ArrayLike | None, B: int, room: int, num_new: int, is_written: bool
 ) -> NDArray[np.int64]:
-    """Return ``cache_seqlens`` as (B,): each batch entry's number of tokens before the new ones."""
+    """Return ``cache_seqlens`` as (B,): each batch entry's number of tokens before the new ones.
+
+    With ``num_new`` new tokens they must fit into ``room``. If ``is_written``, ``value`` must not
+    be None, which means a full cache.
+    """
     if value is None:
         if is_written:
             raise ValueError("k needs cache_seqlens, the positions of the new keys")

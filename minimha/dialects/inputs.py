@@ -55,7 +55,7 @@ def integers(name: str, value: ArrayLike, axes: Mapping[str, int]) -> NDArray[np
 
 
 def check_within(name: str, array: NDArray[np.int64], low: int, high: int, why: str) -> None:
-    """Raise ValueError, which gives the reason ``why``, if an integer is outside low … high."""
+    """Raise ValueError with the reason ``why`` if an integer is outside low … high."""
     if array.size and not (low <= array.min() and array.max() <= high):
         raise ValueError(
             f"{name} is {array.tolist()}: expected integers from {low} to {high}, because {why}"

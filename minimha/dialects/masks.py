@@ -14,7 +14,7 @@ from minimha.equations.arguments import as_floating, name_of, rectangular
 
 
 def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
-    """Return ``value`` as a boolean array; TypeError, which quotes ``expected``, for other dtypes.
+    """Return ``value`` as a boolean array; other dtypes raise a TypeError that quotes ``expected``.
 
     >>> boolean("mask", [[1, 1, 0]], "bool, True = keep")
     Traceback (most recent call last):

@@ -13,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def like_argument(name: str) -> Callable[[Function], Function]:
-    """Return a decorator that converts results to arrays of the argument ``name``'s library."""
+    """Return a decorator that converts results to the library of the array passed as ``name``."""
 
     def decorated(function: Function) -> Function:
         place = list(signature(function).parameters).index(name)

@@ -51,9 +51,9 @@ def scaled_dot_product_attention(
     - Arrays and masks may have any number of leading axes, which broadcast.
     - Only with ``enable_gqa`` K and V may have fewer heads than Q, and different numbers of them.
 
-    A query that sees no key gets 0 in both libraries. Hidden keys stay hidden here in two cases in
-    which torch's output is NaN: a hidden key contains NaN, or ``is_causal`` comes with a scale of 0
-    or less (fused kernels multiply the -inf of hidden keys by the scale).
+    A query that sees no key gets 0 in both libraries. In two cases torch's output is NaN, but keys
+    stay hidden here. Either a hidden key contains NaN, or ``is_causal`` comes with a scale of 0 or
+    less: fused kernels multiply the -inf of hidden keys by the scale.
 
     Axes: ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys, ``D`` head width,
     ``Dv`` value width.

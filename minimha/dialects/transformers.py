@@ -156,7 +156,7 @@ class AttentionModule:
         The number of the module's layer, from 0; GPT-2's scale may depend on it.
     is_causal : bool, optional
         Whether attention is causal without a mask: ``module.is_causal`` in transformers. The
-        default follows from the class and ``is_decoder``, or is None, unknown, for modules of
+        default follows from the class and ``is_decoder``. It is None (unknown) for modules of
         BART's family, Whisper and CLIP.
 
     Attributes

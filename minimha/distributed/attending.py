@@ -144,7 +144,7 @@ def merge_parts(*parts: Pair) -> Pair:
 def merge_output(
     shape: tuple[int, ...], sinks: NDArray[Any] | None, dtypes: tuple[Any, Any], *parts: Pair
 ) -> Pair:
-    """Merge outputs and log-sum-exps of all ``parts``, add the sinks, and convert to ``dtypes``."""
+    """Merge ``parts`` and ``sinks`` into output (of ``shape``) and log-sum-exp, in ``dtypes``."""
     O, L = merge([without_keys(shape, sinks), *parts])
     return cast(O, dtypes[0]), cast(L, dtypes[1])
 

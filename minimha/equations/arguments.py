@@ -103,12 +103,8 @@ def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
     """Return ``value``, such as a list of rows, as an array; an array is not copied.
 
     Raises ValueError for rows of different lengths. Raises TypeError for masked arrays, also in
-    lists, since NumPy would drop the mask; ``hint`` ends the message. Also raises the errors of
+    lists, since NumPy would drop the mask; ``hint`` ends that message. Also raises the errors of
     ``as_numpy`` and ``check_file``.
-
-    Raises TypeError for masked arrays, also in lists, whose mask NumPy would drop; ``hint`` ends
-    that message. Also raises for rows of different lengths, and like ``as_numpy`` and
-    ``check_file``.
     """
     if type(value) is np.ndarray:  # not masked, not in a file, of no other library
         return value

@@ -37,7 +37,7 @@ Given = TypeVar("Given", bound=DLPackArray)
 
 
 def kinds_of(given: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return the name of an argument on a GPU, or None, and whether k or v is in a file."""
+    """Return the name of an argument on a GPU (or None), and whether k or v is in a file."""
     on_gpu = next((name for name, x in given.items() if ordinal_of(x) is not None), None)
     return on_gpu, is_stored(given["k"]) or is_stored(given["v"])
 
@@ -142,7 +142,7 @@ def like(given: Any, result: NDArray[Any]) -> Any:
 
 
 def bfloat16(name: str) -> np.dtype[Any]:
-    """Return NumPy's bfloat16; without ml_dtypes raise TypeError for the argument ``name``."""
+    """Return NumPy's bfloat16; without ml_dtypes, raise a TypeError that begins with ``name``."""
     try:
         import ml_dtypes
     except ImportError:

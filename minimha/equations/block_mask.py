@@ -30,7 +30,7 @@ class BlockMask:
     Lq, Lk : int
         Numbers of queries and keys.
     q_offset : tuple of int
-        Position of query 0 among the keys, in each batch entry or, if single, in all of them.
+        Position of query 0 among the keys: one for each batch entry, or one for all.
     contents : hashable
         The code of ``mask_mod`` and the values that it captured when the blocks were found.
     """
@@ -56,7 +56,10 @@ class BlockMask:
     def check(
         self, shape: tuple[int, int, int, int], q_offset: NDArray[np.int64], has_sequences: bool
     ) -> None:
-        """Raise ValueError unless this mask was made for this (B, H, Lq, Lk) and ``q_offset``."""
+        """Raise ValueError unless this mask fits a call with these arguments.
+
+        ``shape`` is (B, H, Lq, Lk). No BlockMask fits packed or paged sequences.
+        """
         if has_sequences:
             raise ValueError(
                 f"{name_of('mask_mod')} is a BlockMask, for one Lq and one Lk, but with cu_seqlens "

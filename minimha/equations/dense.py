@@ -99,9 +99,9 @@ def softmax(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the weights exp(S) / Σ exp(S) of each row, and the row's log-sum-exp.
 
-    The row's maximum is subtracted first, which prevents overflow and changes no weight. A row of
-    -inf, of a query that sees no key, has weights 0 and log-sum-exp -inf. ``sinks`` (H,) count in
-    each row's sum and log-sum-exp, but get no weight.
+    The row's maximum is subtracted first, which prevents overflow and changes no weight. If a query
+    sees no key, its scores are -inf, its weights 0 and its log-sum-exp -inf. ``sinks`` (H,) count
+    in each row's sum and log-sum-exp, but get no weight.
     """
     m = S.max(axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:

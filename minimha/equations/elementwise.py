@@ -72,7 +72,7 @@ TORCH = Torch()
 
 
 def substitute(name: str, value: Any) -> Any:
-    """Return the replacement of ``value``, which a function calls ``name``, or ``value`` itself.
+    """Return the replacement of ``value``, or ``value`` itself; errors call it ``name``.
 
     Raises TypeError for a torch function without replacement, or an array that NumPy cannot read.
     """

@@ -78,7 +78,7 @@ def taken(**given: Any) -> dict[str, Placed]:
 
 
 def checked(name: str, function: Any) -> Any:
-    """Return ``function``; raise TypeError if it does not take the arguments of a ``name``."""
+    """Return ``function``; raise TypeError unless it can be called as a score_mod or mask_mod."""
     if function is None:
         return None
     wanted = f"{name_of(name)}({', '.join(PARAMETERS[name])})"
@@ -125,7 +125,7 @@ def visible_pairs(
 
 
 def refusal(name: str, returned: str) -> str:
-    """Return the error message for the function ``name`` if it returned a wrong type."""
+    """Return the error message for a ``score_mod`` or ``mask_mod`` that returned a wrong type."""
     expected = f"a real number, the new score; True and False go into {name_of('mask_mod')}"
     if name == "mask_mod":
         expected = "bool, True where a query may attend to a key; scores are changed in "
@@ -283,7 +283,7 @@ def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
     """Return (path, value) of each default, closure cell and global that a function reads.
 
     A path is a tuple of names, such as (module, attribute): numba compiles attributes of a caller's
-    modules. They are looked up in ``vars``, since ``getattr`` would warn for some names.
+    modules. Attributes are looked up in ``vars``, since ``getattr`` would warn for some names.
     """
     code = function.__code__
     found: list[tuple[tuple[str, ...], Any]] = [

@@ -46,8 +46,6 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
 
     Only shapes and dtypes of q, k and v are read. Zeros also replace a dask array as mask or bias.
     Raises the errors of ``Problem.of``, and TypeError for an option that parts cannot have.
-
-    Raises the errors of ``Problem.of``, and TypeError for an option that parts cannot have.
     """
     for name, value in arguments.items():
         if name not in IN_PARTS and value is not None:
@@ -124,7 +122,7 @@ def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
 
 
 def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
-    """Return output 0 and log-sum-exp ``sinks`` or -inf: the result if queries see no key."""
+    """Return the result if queries see no key: output 0, log-sum-exp ``sinks`` or else -inf."""
     L = np.full(shape[:3], -np.inf)
     if sinks is not None:
         L[:] = sinks[:, None]
@@ -134,7 +132,7 @@ def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
 def in_blocks(
     attend: Callable[..., Pair], problem: Problem, arguments: Mapping[str, Any], holds_scores: bool
 ) -> Pair:
-    """Return output O and log-sum-exp L for stored keys and values, which are read in blocks.
+    """Return output O and log-sum-exp L for stored keys and values, read block by block.
 
     ``arguments`` are those of ``attention``, and ``problem`` is their ``outline``. ``attend(q, k,
     v, **options)`` returns O and L of a block. If ``holds_scores``, ``attend`` keeps all scores in
@@ -176,7 +174,7 @@ def _num_keys(problem: Problem, k: Any, v: Any) -> int:
 
 
 def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
-    """Read the rows ``keys`` of a stored k or v, or all if None. A memory map returns a view.
+    """Read the rows ``keys`` (None: all) of a stored k or v. A memory map returns a view.
 
     Raises MemoryError or ValueError with the array's name if reading fails.
     """

@@ -282,11 +282,9 @@ def stand_in(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 def factor_against_overflow(V: NDArray[Any], total: int) -> float:
     """Return a power of 2 to multiply weights by, so that no weighted sum of values overflows.
 
-    Weights are not yet normalised: those of a query add up to ``total`` at most. Products with the
-    values ``V`` may then overflow although a mean of values does not. Returns 1 if none can.
-
-    Returns 1 if no sum could overflow. ``V`` has the compute dtype, and the weights of a query add
-    up to ``total`` at most. A sum may overflow although the mean of the values does not.
+    ``V`` has the values, in the compute dtype. The weights of a query are not yet normalised, and
+    add up to ``total`` at most. So a sum may overflow although the mean of the values does not.
+    Returns 1 if no sum can overflow.
     """
     largest = abs(V).max(initial=0, where=np.isfinite(V))
     total *= 2  # a margin for rounding

@@ -28,7 +28,8 @@ class Sequences(NamedTuple):
     """The locations of n sequences in q, k and v, as row numbers.
 
     Key j of sequence s is row ``first_keys[s] + j % page_size`` of the batch entry ``pages[s, j //
-    page_size]`` of k and v. Shapes: queries (n, 3), pages (n, pages), the others (n,).
+    page_size]`` of k and v. Shapes: ``queries`` (n, 3), ``pages`` (n, pages per sequence),
+    ``first_keys``, ``room`` and ``ids`` (n,).
     """
 
     queries: NDArray[np.int64]  # batch entry of q, first row there, number of queries
@@ -44,7 +45,7 @@ class Sequences(NamedTuple):
         return slice(entry, entry + 1), slice(None), slice(first, first + number)
 
     def keys(self, X: NDArray[Any], s: int, length: int) -> NDArray[Any]:
-        """Return the first ``length`` rows of sequence ``s`` in X, k or v: (1, Hkv, length, D)."""
+        """Return the first ``length`` keys or values of sequence ``s``: (1, Hkv, length, D)."""
         if self.page_size == ONE_PAGE:
             entry, first = self.pages[s, 0], self.first_keys[s]
             return X[entry : entry + 1, :, first : first + length]

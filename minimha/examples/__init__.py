@@ -45,7 +45,7 @@ PLACES = {  # module.attribute
 
 
 class Examples(Mapping[str, Example]):
-    """A mapping from the name of an example to the example."""
+    """A mapping from names to examples, each imported when it is first read."""
 
     def __getitem__(self, name: str) -> Example:
         module, attribute = PLACES[name].split(".")

@@ -1,4 +1,4 @@
-"""A comparison of naive attention with FlashAttention, block by block, which document 004 omits."""
+"""A comparison that document 004 omits: naive attention and FlashAttention, block by block."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -53,7 +53,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def with_root(tap: Tap) -> Tap:
-    """Return a tap that passes every step on to ``tap``, with √d_k before the scaled scores."""
+    """Return a tap that passes every step on to ``tap``, and √d_k before the scaled scores."""
 
     def receive(name: str, value: np.ndarray) -> np.ndarray:
         if name == "scaled":

@@ -27,8 +27,9 @@ Pairs = Sequence[tuple[str, str]]
 class Head:
     """A head set by hand to follow one ``relation`` between words, such as verb and subject.
 
-    ``reading`` says what its weights show. ``asks`` pairs columns of x: a query with the first one
-    asks for keys with the second one. ``offsets`` gives strengths by distance instead.
+    ``reading`` says what the head's weights show. ``asks`` has pairs of columns of x: a query with
+    the first looks for keys with the second. ``offsets``, if given instead, maps distances to
+    strengths.
     """
 
     relation: str

@@ -41,7 +41,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def divided(tap: Tap) -> Tap:
-    """Return a tap for the head's second run, which divides the scores by √d_k.
+    """Return a tap for the head's second run, in which scores are divided by √d_k.
 
     It passes on only the steps that the division changes, with names such as ``scaled[divided]``.
     """

@@ -42,7 +42,7 @@ W_VOCAB = GAIN * np.eye(E, 5)  # a word's logit is the share of its meaning
 
 
 def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
-    """Return token vectors (L, E): ``meanings`` and positions, after ``<s>`` if ``is_shifted``."""
+    """Return vectors (L, E): ``meanings``, then positions; if ``is_shifted``, row 0 is ``<s>``."""
     x = np.zeros((len(meanings) + is_shifted, E))
     x[int(is_shifted) :, :AFTER] = meanings
     x[0, START] = is_shifted

@@ -35,7 +35,7 @@ ASSUMED = (
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run two heads, then project the head outputs that the document assumes with the same W_o."""
+    """Run two heads; then multiply the outputs that the document assumes for them by W_o."""
     scale = None if is_scaled else 1.0
     layer = MultiHeadAttention.from_heads(W_Q, W_K, W_V, W_O)
     layer(X, tap=tap, is_causal=is_causal, scale=scale)

@@ -44,7 +44,10 @@ def first_token(name: str, axis: str, blocks: tuple[int, int] | None) -> int:
 def axis_labels(
     name: str, axis: str, size: int, known: Labels, blocks: tuple[int, int] | None
 ) -> tuple[str, ...] | None:
-    """Return the labels of the step ``name`` along ``axis``, or None if the axis has no labels."""
+    """Return the labels of the step ``name`` along ``axis``, or None if the axis has no labels.
+
+    ``known`` are the labels of the run, ``size`` the length of the axis, ``blocks`` (B_r, B_c).
+    """
     start = first_token(name, axis, blocks)
     if axis in BLOCK_AXES:
         if BLOCK.search(name) is None or blocks is None:

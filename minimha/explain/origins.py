@@ -97,7 +97,7 @@ def _rotated(x: Matrix, cos: Matrix, sin: Matrix, layout: float) -> Matrix:
 
 
 def pairs(num_pairs: int, layout: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first and the second columns of the pairs that RoPE rotates.
+    """Return the first and the second columns of pairs: RoPE's ``HALF_SPLIT`` or ``INTERLEAVED``.
 
     >>> [columns.tolist() for columns in pairs(2, HALF_SPLIT)]
     [[0, 1], [2, 3]]

@@ -119,7 +119,7 @@ class PrintedMatrix:
 def classify(
     text: str, exact: float | None, rounded: float | None = None, *, is_assumed: bool = False
 ) -> Status:
-    """Return the status of the printed number ``text``, which has all decimals that are printed.
+    """Return the status of the printed number ``text``, given with all printed decimals.
 
     ``exact`` follows from the document's inputs; it is None if there are none. ``rounded`` follows
     from the printed numbers of the previous step. ``is_assumed`` is True if the document says that

@@ -21,7 +21,7 @@ KINDS = ("head", "kv_head")
 def trace_from(
     record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
 ) -> Trace:
-    """Return the trace of ``record``, parsed JSON, and ``arrays``, the values of an npz archive.
+    """Return the trace stored in ``record`` (parsed JSON) and ``arrays`` (values of an npz file).
 
     ValueError is raised for a record that ``export`` cannot have written.
     """

@@ -75,7 +75,7 @@ def ramp_for(console: Console) -> str:
 def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
     """Return ``trace`` as text: its steps, heatmaps, and how a query picks its values.
 
-    ``decimals`` are for numbers that are not whole. If ``width`` is None, no line is broken.
+    Numbers that are not whole get ``decimals`` decimals. If ``width`` is None, no line is broken.
     ``ramp`` names the shades of heatmaps.
     """
     shades = RAMPS[ramp]

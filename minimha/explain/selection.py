@@ -36,7 +36,7 @@ def check_names(every: Sequence[Step], only: Sequence[str], blank: Sequence[str]
 
 
 def of_head(every: Sequence[Step], head: int | None) -> tuple[Step, ...]:
-    """Return the steps that query head ``head`` has, uses or shares; all steps if it is None."""
+    """Return the steps that query head ``head`` or all heads compute or use; all steps if None."""
     heads = {step.head for step in every if step.head is not None}
     if head is None or (not heads and head == 0):
         return tuple(every)

@@ -192,7 +192,7 @@ FORMULAS: dict[str, Callable[..., str]] = {
 
 
 def as_workbook(trace: Trace, decimals: int) -> bytes:
-    """Return ``trace`` as an xlsx file that shows computed numbers with ``decimals``.
+    """Return ``trace`` as an xlsx file; computed numbers are shown with ``decimals`` decimals.
 
     The cells of blank steps are empty, and steps computed from them are numbers without formulas.
     The extra ``sheets`` must be installed. ValueError is raised for traces that a sheet cannot

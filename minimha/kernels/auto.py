@@ -2,8 +2,8 @@
 
 The CPU kernels are fastest at every size once they are compiled. But importing numba and loading
 kernels takes half a second, and compiling them some seconds. So "dense" computes until its calls
-have taken that long. Then a toy problem never waits, and many problems take at most twice the
-shortest time.
+have taken that long. So a toy problem never waits, and a series of problems takes at most twice
+the shortest possible time.
 """
 
 from __future__ import annotations

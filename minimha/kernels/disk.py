@@ -42,7 +42,7 @@ class File:
     """A file with the machine code of one function, in one of ``folders()``.
 
     ``name`` is the function's name in the log and on disk; a folder keeps at most ``kept`` files of
-    that name. Each value of ``facts``, which determine the machine code, has a separate file.
+    that name. ``facts`` is a text that determines the machine code; each text has a separate file.
     """
 
     def __init__(self, name: str, facts: str, kept: int = KEPT) -> None:
@@ -107,7 +107,7 @@ class File:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Lock the function's name in a ``with`` block, after at most ``WAIT`` seconds."""
+        """Lock this file for a ``with`` block, or go on without a lock after ``WAIT`` seconds."""
         folder = _writable_folder()
         if folder is None or fcntl is None:
             yield

@@ -40,8 +40,8 @@ def compiled_function(
 ) -> tuple[Any, Any]:
     """Return machine code of ``function`` for scores of dtype ``compute``, and its return type.
 
-    ``compiler`` takes a plain function and the types of its arguments, and returns both. Error
-    messages contain ``target``, such as " for a GPU".
+    ``compiler`` takes a plain function and the types of its arguments, and returns the code and the
+    type. Error messages contain ``target``, such as " for a GPU".
     """
     function = plain(function)
     if not isinstance(function, FunctionType):
@@ -63,7 +63,7 @@ def compiled_function(
 
 
 def is_fitting(name: str, returned: Any) -> bool:
-    """Return whether the type ``returned`` fits: a real for score_mod, a bool for mask_mod."""
+    """Return whether the type ``returned`` fits: a real number for score_mod, else bool."""
     fitting = types.Boolean if name == "mask_mod" else (types.Integer, types.Float)
     return isinstance(returned, fitting)
 

@@ -82,7 +82,7 @@ def recall(key: tuple[Any, ...] | None) -> Any:
 
 
 def remember(key: tuple[Any, ...], plan: Any) -> None:
-    """Store ``plan`` under ``key``; if there are ``MOST`` plans already, delete these first."""
+    """Store ``plan`` under ``key``; if there are ``MOST`` plans already, delete them all first."""
     if len(_plans) >= MOST:
         _plans.clear()
     _plans[key] = plan

@@ -62,7 +62,7 @@ def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def module(W: Weights, b: Weights) -> Callable[..., list[NDArray[Any]]]:
-    """Return the PyTorch module of teaching document 001, with these weights, for NumPy arrays."""
+    """Return a function of NumPy arrays: document 001's PyTorch module with these weights."""
     try:
         import torch
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""An experiment on √d_k: q·k spreads with the width, and large scores saturate a softmax."""
+"""An experiment on √d_k: q·k of wider vectors vary more, and large scores saturate a softmax."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -25,8 +25,8 @@ TITLE = "a key grows: dot product against cosine"
 class Row(NamedTuple):
     """Scores of two keys: "near" is close in direction to the query, "far" points elsewhere.
 
-    ``length`` is that of the far key. ``by_dot``, ``by_cosine`` and ``by_learned`` are its weights,
-    the last one by a multiple of the cosine.
+    ``length`` is that of the far key. ``by_dot``, ``by_cosine`` and ``by_learned`` are its weights;
+    ``by_learned`` is for cosines times a learned factor.
     """
 
     length: float

@@ -85,7 +85,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return a sentence: how often one head is right, two heads are, and two with one removed."""
+    """Return a sentence on right answers: of one head, of two, and of two with one removed."""
     *single, two, first, second = rows
     best = max(row.both for row in single)
     return (

@@ -150,7 +150,7 @@ class KVCache(CausalCache):
     Parameters
     ----------
     batch, num_kv_heads, capacity, head_dim : int
-        B, Hkv, the number of tokens that fit, D.
+        ``capacity`` is the number of tokens that fit; the others are B, Hkv and D.
     value_dim : int, optional
         Dv. Default is D.
     dtype : float16, bfloat16, float32 or float64, default float32

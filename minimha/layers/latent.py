@@ -40,7 +40,7 @@ class LatentCache:
     Parameters
     ----------
     batch, capacity, width : int
-        B, the number of tokens that fit, and C + R, a layer's ``cached_width``.
+        ``batch`` is B, ``width`` is a layer's ``cached_width``, C + R. ``capacity`` tokens fit.
     dtype : float16, bfloat16, float32 or float64, default float32
 
     Raises

@@ -1,4 +1,4 @@
-"""Key/value caches in pages of one pool, which sequences take, share and give back.
+"""Key/value caches in pages: sequences take pages from one pool, share them and return them.
 
 A cache with space for the longest sequence wastes most of it, and cannot share a prompt between
 sequences. Here a sequence takes a page when it needs one. Several sequences with the same prefix
@@ -22,8 +22,8 @@ class PagePool:
     Parameters
     ----------
     num_pages, num_kv_heads, page_size, head_dim : int
-        Pages, Hkv, tokens per page, D. Decoding with pages of 256 tokens is as fast as with one
-        array; with pages of 16 it takes about twice as long.
+        ``num_kv_heads`` is Hkv, ``head_dim`` D; ``page_size`` counts tokens. Decoding with pages
+        of 256 tokens is as fast as with one array; with pages of 16 it takes about twice as long.
     value_dim : int, optional
         Dv. Default is D.
     dtype : float16, bfloat16, float32 or float64, default float32
@@ -143,7 +143,7 @@ class PagedKVCache(CausalCache):
         return table
 
     def undo(self) -> None:
-        """Remove the last chunk, so that another chunk can replace it, and give back its pages."""
+        """Remove the last chunk and give back its pages, so that another chunk can replace it."""
         super().undo()
         self._give_back(self._lengths)
 

@@ -237,7 +237,7 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
     """Return the FLOPs of one pass over a prompt of ``length`` tokens.
 
     - projections: 2 · L · layers · 2 · E · (H + Hkv) · D
-    - feed_forward: 2 · L · layers · 2 · E · F, gated 3 · E · F
+    - feed_forward: 2 · L · layers · 2 · E · F; with a gate, 2 · L · layers · 3 · E · F
     - attention, Q Kᵀ and P V: 4 · layers · H · D · pairs of a query and a visible key. There are
       L² pairs; in a causal model 1 + 2 + … + L = L · (L + 1) / 2; with a window w, Σ min(i, w)
     - head: 2 · E · V for the logits after the last token; 2 · E · E for an encoder's pooler

@@ -173,7 +173,7 @@ def from_file(path: Path) -> SubwordTokenizer:
 
 
 def library(path: Path | str) -> Any:
-    """Import the package tokenizers; without it, raise ValueError that names ``path``."""
+    """Import ``tokenizers``; if it is not installed, raise a ValueError that names ``path``."""
     try:
         import tokenizers
     except ImportError:

@@ -34,7 +34,7 @@ class Transformer:
     """A decoder-only language model: logits = unembedding(norm(blocks(embedded tokens))).
 
     ``minimha.models.load`` returns a Transformer from a checkpoint. ``dataclasses.replace`` returns
-    a variant that shares all other weights.
+    a variant with some fields replaced; it shares the weights in all other fields.
 
     Parameters
     ----------

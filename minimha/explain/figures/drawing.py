@@ -181,7 +181,7 @@ def stacked(parts: list[Drawing], gap: float) -> Drawing:
 
 
 def in_rows(parts: list[Drawing], widest: float, gap: float) -> Drawing:
-    """Return one drawing with ``parts`` in rows. Only a wide part makes a row exceed ``widest``."""
+    """Return ``parts`` in rows, ``gap`` pixels apart. Only a wide part may exceed ``widest``."""
     whole = Drawing()
     x = y = bottom = 0.0
     for part in parts:

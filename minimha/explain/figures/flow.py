@@ -43,7 +43,7 @@ class Box:
 def flow(trace: Trace, widest: float, names: Collection[str] | None = None) -> Drawing:
     """Draw a flow chart of the steps ``names``, or of all, without steps that have no arrow.
 
-    Steps of blocks are left out, and those of ``[cross, step 1]``, which repeat ``[cross]``.
+    Steps of blocks are left out. So are steps of ``[cross, step 1]``: they repeat ``[cross]``.
     """
     parts = _connected(_sources(trace, trace.by_name if names is None else names))
     return in_rows([_flow(trace, part) for part in parts], widest, 3 * ASIDE)

@@ -61,7 +61,7 @@ def matrix(
 
 
 def scale(name: str, bounds: Limits, steps: int = 20, *, room: float = LOW) -> Drawing:
-    """Draw a heatmap's colour scale, with at least ``room`` pixels for its lowest number."""
+    """Draw a colour scale between ``bounds``, with ``room`` or more pixels for the lower."""
     drawing = Drawing()
     low, high = cells(np.array(bounds), 2)[0]
     drawing.text(0, ROW / 2, name, "muted", size=SMALL)

@@ -8,7 +8,7 @@ ZOOM = 2  # pixels of the picture per pixel of the figure
 
 
 def png(svg: str) -> bytes:
-    """Return the picture ``svg`` as PNG, by librsvg's rsvg-convert or the package cairosvg."""
+    """Return the picture ``svg`` as PNG, by librsvg's rsvg-convert or the package ``cairosvg``."""
     command = shutil.which("rsvg-convert")
     if command is not None:
         done = subprocess.run(

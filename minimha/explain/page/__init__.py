@@ -32,7 +32,7 @@ SCRIPTS = ("operations.js", "numbers.js", "changes.js", "words.js", "page.js")
 
 
 def page(trace: Trace, decimals: int) -> str:
-    """Return an HTML page of ``trace``, with ``decimals`` for numbers that are not whole.
+    """Return an HTML page of ``trace``; numbers that are not whole get ``decimals`` decimals.
 
     ValueError is raised if the trace has too many numbers to embed.
     """
@@ -128,7 +128,7 @@ class Tables:
         self.parts: list[str] = []
 
     def label(self, labels: Sequence[str] | None) -> int | None:
-        """Store ``labels`` if they are new, and return their index, or None if there are none."""
+        """Return the index of ``labels``, stored if they are new; None if there are none."""
         return None if labels is None else _number(self.labels, labels)
 
     def part(self, step: Step) -> int:

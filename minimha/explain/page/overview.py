@@ -22,10 +22,10 @@ Place = tuple[int, int, int]  # the number of a step, a row and a column
 
 
 def places(trace: Trace, number: Mapping[Step, int]) -> dict[str, Place]:
-    """Map names to the cells at which a reader can start. The page opens on the first.
+    """Map names to the cells at which a reader can start. The page opens at the first cell.
 
     There are up to three: the chosen cell, the likeliest next token, and a weight between two
-    tokens. Without these, it is the first cell of the last heatmap.
+    tokens. Without these, it is the first cell of the last heatmap. ``number`` has step indices.
     """
     found: dict[str, Place] = {}
     if trace.cell:

@@ -53,7 +53,7 @@ class Buffer(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """An array's shape and strides in bytes; a buffer's last stride is from thread to thread."""
+    """An array's shape and strides in bytes; a buffer's last stride is between threads' copies."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -96,7 +96,8 @@ def pack(
 ) -> array[int]:  # fmt: skip
     """Pack a kernel's arguments into a line, an array of integers that still lacks the addresses.
 
-    The line is a Python ``array``, which is copied, read and addressed twice as fast as NumPy's.
+    ``slots`` has each entry's index, ``o`` the small options, ``sizes`` two integers of the rung. A
+    Python ``array`` is copied, read and addressed twice as fast as NumPy's.
     """
     line = array("q", bytes(8 * (slots["counters"] + num_counters)))
     for name, (shape, strides) in layouts.items():
@@ -126,7 +127,7 @@ for _array in (np.empty(3), np.empty((4, 5), np.uint8)[1:, 2:]):
 
 
 class Line(types.Type):
-    """The numba type of a kernel's packed arguments, whose fields are read as in ``o.scale``.
+    """The numba type of a kernel's packed arguments; fields are read as in ``o.scale``.
 
     Functions get a Line as two integers, an address and the thread's number. A named tuple would be
     more than a hundred integers in every function. q, k and v have the dtype ``storage``.

@@ -28,7 +28,7 @@ Job = tuple[Kernel, np.dtype[Any]]  # to compile, for that dtype of storage
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why ``score_mod`` or ``mask_mod`` of ``problem`` cannot be compiled, or None."""
+    """Return why ``score_mod`` or ``mask_mod`` cannot be compiled; None if they can."""
     return functions.unsupported(problem)
 
 
@@ -36,8 +36,8 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return output O and log-sum-exp L of ``problem``; see ``minimha.equations.dense.forward``.
 
     Arrays are read in place if their last axis is contiguous. The CPU's matrix unit, if any,
-    multiplies float16 and bfloat16; otherwise they are widened to float32 block by block. The first
-    call for a dtype compiles for some seconds, once per machine.
+    multiplies float16 and bfloat16. Without one, they are widened to float32 block by block. The
+    first call for a dtype compiles for some seconds, once per machine.
     """
     return plan(problem)(problem)
 
@@ -159,7 +159,7 @@ def _program(jobs: Sequence[Job]) -> str:
 
 
 def rungs(dtype: np.dtype[Any]) -> tuple[ModuleType, ModuleType]:
-    """Return two rungs (modules), for many and for few queries; uint16 means 16-bit floats."""
+    """Return two rungs (modules), for many and for few queries; dtype uint16 is 16-bit floats."""
     has_matrix_unit = rung6_matrix_unit.is_made_for(dtype)
     return rung6_matrix_unit if has_matrix_unit else rung4_parallel, rung5_decode
 

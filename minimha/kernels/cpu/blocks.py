@@ -1,4 +1,4 @@
-"""Find the blocks of scores that a ``mask_mod`` hides completely, which kernels skip."""
+"""Find the blocks of scores that a ``mask_mod`` hides completely, so that kernels skip them."""
 
 from __future__ import annotations
 
@@ -203,6 +203,7 @@ def fill(tile, states, visible, failed, table, sizes, first, step):
     ``tile`` is a ``Tile.line``. For each sequence ``table`` has b, the numbers of queries and of
     keys, the position of query 0, and the index of the first state. ``sizes`` holds the numbers of
     sequences and heads, the first h and the first j. ``visible`` has room for one block per thread.
+    ``failed[0]`` becomes 1 if ``mask_mod`` raises.
     """
     num_sequences, heads, first_head, first_key = sizes[0], sizes[1], sizes[2], sizes[3]
     start, turn = first * ROWS * COLUMNS, 0

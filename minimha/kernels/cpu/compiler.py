@@ -56,7 +56,7 @@ _lock = os_threads.RLock()
 
 
 def undisturbed(work: Callable[[], Any]) -> Any:
-    """Call ``work()``, which uses numba, so that neither Ctrl-C nor other threads interrupt it."""
+    """Call ``work()`` so that neither Ctrl-C nor other threads interrupt its use of numba."""
 
     def alone() -> Any:
         with _lock:
@@ -68,7 +68,7 @@ def undisturbed(work: Callable[[], Any]) -> Any:
 def compiled(
     function: Callable[..., Any], signature: Any, file: File, is_slow: bool = False
 ) -> Compiled:
-    """Return ``function`` as machine code, from disk if it was compiled before.
+    """Return ``function`` as machine code for ``signature``, from ``file`` if that exists.
 
     One process compiles and stores the code; others wait and then load it. A compilation that
     ``is_slow`` is logged.

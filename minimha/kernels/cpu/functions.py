@@ -104,7 +104,7 @@ def given(problem: Problem) -> list[Function]:
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why ``score_mod`` or ``mask_mod`` of ``problem`` cannot be compiled, or None."""
+    """Return why ``score_mod`` or ``mask_mod`` cannot be compiled; None if they can."""
     try:
         for function in given(problem):
             _compiled(function)
@@ -151,7 +151,7 @@ class Tile:
 def tile_function(function: Function) -> Tile:
     """Return the machine code of ``function`` as a ``Tile``, compiled on first use.
 
-    Raises ``Refused`` if numba cannot compile the function, TypeError if it returns a wrong type.
+    Raises ``Refused`` if numba cannot compile the function, TypeError for a result of a wrong type.
     """
     tile = _compiled(function)
     check_returned(function.name, tile.returned)
@@ -187,7 +187,7 @@ def _call_everywhere(problem: Problem) -> None:
 def call_tile(
     typing, function, X, offset, failed, b, h, i, j, lines, length, stride, is_transposed
 ):  # fmt: skip
-    """Call the ``Tile`` with the line ``function`` for the tile of ``X`` from ``offset`` on."""
+    """Call the ``Tile`` whose line is ``function``, for the items of ``X`` from ``offset`` on."""
 
     def generate(context, builder, signature, arguments):
         line, X, offset, failed, *numbers = arguments

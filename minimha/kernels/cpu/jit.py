@@ -1,10 +1,10 @@
 """Compile the functions of CPU kernels together with their callers, and only once.
 
 numba compiles each function into a separate library. It optimizes the library, generates machine
-code, and links the library into that of every caller, which is optimized again. But only whole
+code, and links the library into every caller's library, to be optimized again. But only whole
 kernels are called. So a kernel's functions are *parts*, kept as unoptimized LLVM code. The kernel,
 a *whole*, links all parts and is optimized once. That takes two thirds of the time, and the kernel
-is as fast.
+is equally fast.
 
 The libraries are subclasses of numba's with steps left out; see ``numba.core.codegen``.
 """
@@ -70,7 +70,7 @@ class _PartLibrary(_WholeLibrary):
 
 
 class WholeCompiler(Compiler):
-    """A compiler of numba for a function that is called by its address."""
+    """A numba compiler for functions that are called by their addresses."""
 
     library = _WholeLibrary
 
@@ -108,12 +108,12 @@ class Part(CPUDispatcher):
         self.overloads[tuple(result.signature.args)] = result
 
     def get_call_template(self, arguments: Any, keywords: Any) -> Any:
-        """Describe a call to numba, which then compiles one version for all integer constants."""
+        """Return numba's description of a call, with one version for all integer constants."""
         keywords = {name: types.unliteral(kind) for name, kind in keywords.items()}
         return super().get_call_template([types.unliteral(kind) for kind in arguments], keywords)
 
     def get_overload(self, arguments: Any) -> Any:
-        """Return the library with the code for these argument types, which callers link."""
+        """Return the library that callers with these argument types link."""
         return self.overloads[tuple(arguments)].library
 
     @cached_property

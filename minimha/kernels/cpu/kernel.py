@@ -120,7 +120,7 @@ class Kernel:
         return np.dtype(np.uint16) if problem.dtype.itemsize == 2 else problem.dtype
 
     def compile(self, storage: np.dtype[Any], is_ahead: bool = False) -> Compiled:
-        """Load or compile the code for a dtype; a compilation is logged unless ``is_ahead``."""
+        """Load or compile the code for dtype ``storage``; log a compilation unless ``is_ahead``."""
         if storage not in self.compiled:
             name = self.name(storage)
             try:

@@ -82,7 +82,7 @@ def panel_of(t, u, Lq, b, h, p):
 
 @jit_too
 def num_panels(Lq, itemsize):
-    """Return the number of panels for Lq queries."""
+    """Return the number of panels for Lq queries, rows of ``itemsize``-byte numbers."""
     return -(-Lq // panel_width(itemsize))
 
 
@@ -226,7 +226,7 @@ def scale_O(panel, d, n, t):
 
 
 def store_lanes(panel, to, Dv, o, t):
-    """Write the panel's O / l, transposed back, into the rows ``to``.
+    """Write the panel's O / l, transposed back, into the output rows given by ``to``.
 
     ``panel.m`` must already hold 1 / l. A 16-bit output is rounded, and written as its bits.
     """

@@ -1,4 +1,4 @@
-"""Run helper threads, which join a job only if they get a core: a job does not wait for others.
+"""Run helper threads that join a job only if they get a core; a job never waits for the others.
 
 A barrier, as at the end of OpenMP's loops, waits for every thread, even for one that never ran
 because another process used its core. Here the caller computes too. It opens the job, takes tasks
@@ -95,7 +95,7 @@ def pause(typing):
 
 @intrinsic
 def call(typing, function, arguments, worker):
-    """Call the kernel at the address ``function``."""
+    """Call the kernel at the address ``function``; ``arguments`` is the address of its line."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [INT, INT])
@@ -148,7 +148,11 @@ else:
 
 
 def run_job(words, kernel, arguments, workers, spins):
-    """Run a kernel with up to ``workers`` threads, including the caller's."""
+    """Run a kernel with up to ``workers`` threads, including the caller's.
+
+    ``words`` is the address of the memory that caller and helpers share. A thread waits for
+    ``spins`` turns before it sleeps.
+    """
     is_open = workers > 1 and exchange(words + BUSY, 1) == 0  # unless another job uses the helpers
     if is_open:
         exchange(words + KERNEL, kernel)
@@ -179,7 +183,7 @@ def run_job(words, kernel, arguments, workers, spins):
 
 
 def help_out(words, seen, spins):
-    """Loop in a helper thread: wait for the next job, and join each job that is still open.
+    """Loop in a helper: wait for jobs after number ``seen``, and join each that is still open.
 
     Without a futex the function returns the number of jobs so far, and the helper sleeps in Python.
     """
@@ -286,7 +290,7 @@ _making = os_threads.RLock()
 
 
 def pool() -> Pool:
-    """Return the pool of this process, which starts threads when a job first needs them."""
+    """Return this process's pool. It starts threads when a job first needs them."""
     global _pool
     if _pool is None:
         with _making:

@@ -70,7 +70,7 @@ def shared_out(problem: Problem, panels: int, tasks: int) -> tuple[int, int]:
 
 
 def task_loop(load_queries, visit_keys):
-    """Return the loop of one thread, which computes its share of the tasks, then helps others.
+    """Return the loop in which one thread computes its share of the tasks, then helps others.
 
     ``load_queries(panel, q, entry, i0, Dv, o, t)`` does lines 4 and 5 of Algorithm 1 for the
     queries from row i0 on. ``visit_keys`` is a result of ``key_loop``.

@@ -163,7 +163,7 @@ plan, forward = KERNEL.plan, KERNEL.forward
 
 
 class Part(NamedTuple):
-    """O (R, Dv), m and l (R) of one split of the keys, for the R queries of a key/value head."""
+    """O (R, Dv), m (R,) and l (R,) of a split of the keys, for R queries of a key/value head."""
 
     O: Any
     m: Any

@@ -75,7 +75,7 @@ def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = Non
 
 
 def must_synchronize(value: Any) -> bool:
-    """Return whether the host must wait for the output, because the library exposes no stream."""
+    """Return True if the library of ``value`` exposes no stream: the host must then wait."""
     return library_of(value) == "jax"
 
 

@@ -113,7 +113,7 @@ class Parameters:
 
 
 class Plan:
-    """The launches of a draft, which several threads may run at once."""
+    """The launches that a ``Draft`` recorded; several threads may run them at once."""
 
     def __init__(self, draft: Draft) -> None:
         self._size, self._constants = draft.size, draft.constants

@@ -70,9 +70,10 @@ def is_tight(made_for: Variant) -> bool:
 
 
 def blocks(made_for: Variant) -> tuple[int, int]:
-    """Return B_r queries and B_c keys per tile that fit ``registers`` and 227 KB of shared memory.
+    """Return B_r and B_c, the queries and keys per tile.
 
-    2 or 3 warpgroups multiply. S_ij, P_ij and O_i take 3 B_c / 4 + W / 2 registers (W: head width).
+    A tile fits into 227 KB of shared memory and the registers of 2 or 3 warpgroups that multiply.
+    S_ij, P_ij and O_i take 3 B_c / 4 + W / 2 registers of a thread (W: head width).
     """
     if is_tight(made_for):
         return 128, 32

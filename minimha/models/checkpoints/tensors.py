@@ -44,7 +44,7 @@ class Tensors:
         return cast(array, np.dtype(np.float32))
 
     def add_prefix(self, prefix: str, name: str) -> None:
-        """If there is a tensor ``name``, the model has no head: add ``prefix`` to all names."""
+        """Add ``prefix`` to all names if a tensor ``name`` shows that the file has no head."""
         self._has_no_head = name in self
         if self._has_no_head:
             self._left = {prefix + name: array for name, array in self._left.items()}

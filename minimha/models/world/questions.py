@@ -105,7 +105,7 @@ def subjects(words: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def held_out() -> set[tuple[str, ...]]:
-    """Return the words of all questions that were left out of training."""
+    """Return, as words, all questions that were left out of training."""
     return {question.words for relation in HELD_OUT for question in questions(relation)}
 
 

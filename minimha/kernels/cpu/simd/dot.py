@@ -3,7 +3,7 @@
 K and V are floats, or the bits of bfloat16 numbers (uint16), which are widened when loaded. Rows
 may be anywhere, as in pages. ``starts`` has the offset of each row, and of ``ROWS_AHEAD`` more
 rows, which are prefetched: the CPU's own prefetching stops at the end of a page. For rows at a
-constant stride ``starts`` is a pair, the first offset and the stride, which costs nothing to read.
+constant stride, ``starts`` is the pair (first offset, stride), which costs nothing to read.
 Arrays in memory (``far``) are prefetched into L2 first, which allows more cache lines in flight.
 """
 

@@ -9,7 +9,7 @@ from minimha.kernels.cpu.jit import jit
 
 @jit
 def of_bfloat16(bits):
-    """Return the float32 whose upper 16 bits are ``bits``, those of a bfloat16."""
+    """Return the float32 equal to the bfloat16 with these ``bits``."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 

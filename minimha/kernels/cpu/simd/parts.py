@@ -1,8 +1,8 @@
 """Split numbers into sums of bfloat16 numbers, their *parts*, which a matrix unit multiplies.
 
 The first part is the upper half of the number as float32, 8 of its 24 binary digits. The second
-part is the rest. bfloat16 has one part and float16 two, which are exact; a weight, a float32, has
-two parts with 16 digits.
+part is the rest. bfloat16 has one part and float16 two, without error. A weight is a float32: its
+two parts have 16 digits.
 
 A matrix unit treats subnormal numbers as 0, and 0 times infinity would be NaN. Hence only 0 has a
 part that is 0: the smallest normal number, 2^-126, replaces smaller parts.

@@ -13,7 +13,7 @@ INT = ir.IntType(64)
 
 
 def host_vectors():
-    """Return the bits of a vector register, and the number of such registers, of this machine."""
+    """Return the width in bits of this machine's vector registers, and how many it has."""
     if "avx512f" in FEATURES:
         return 512, 32
     if {"avx2", "fma"} <= FEATURES:

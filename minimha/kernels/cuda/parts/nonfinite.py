@@ -119,10 +119,10 @@ def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
 def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
     """Return a device function that records in O which rows see an infinity or NaN.
 
-    A mark is the infinity of sign bit ``sign``, in entries of rows that see this infinity or NaN. A
-    0/1 visibility mask times a 0/1 nonfinite mask counts exactly the nonfinite values that a row
-    sees. These marks are in the output's memory, each written and read by one thread, and added to
-    earlier marks if ``has_marks``.
+    The device function's argument ``sign`` is a sign bit. A row that sees NaN, or the infinity of
+    this sign, gets this infinity as a mark in the same column. A 0/1 visibility mask times a 0/1
+    nonfinite mask counts exactly the nonfinite values that a row sees. Marks are in the output's
+    memory, each written and read by one thread. If ``has_marks``, they are added to earlier marks.
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
     infinity, one, pack, _, mma = fragments.FORMATS[tiles.dtype]

@@ -119,7 +119,7 @@ def descriptor_of(panel: int) -> Any:
 
 
 def start_keys(tiles: MmaTiles) -> Any:
-    """Return a device function that starts S_ij = Q_i K_jᵀ for rows Q (Algorithm 1, line 8)."""
+    """Return a device function that starts a warpgroup's S_ij = Q_i K_jᵀ (Algorithm 1, line 8)."""
     Q_panel, K_panel = tiles.B_r * ROW, tiles.B_c * ROW
     describe_Q, describe_K = descriptor_of(Q_panel), descriptor_of(K_panel)
     # 16 columns are 32 bytes of a panel's row; descriptors count 16.
