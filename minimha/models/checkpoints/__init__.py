@@ -31,6 +31,7 @@ Model: TypeAlias = "Transformer | Encoder | EncoderDecoder"
 FAMILIES = {
     "gpt2": "gpt2",
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama",
+    "phi3": "llama",
     "gemma2": "gemma", "gemma3_text": "gemma",
     "bert": "bert", "t5": "t5",
 }  # fmt: skip
@@ -57,6 +58,22 @@ def load(path: str | Path) -> Model:
     TypeError, ValueError
         A missing or damaged file, weights in a pickle, an unknown architecture or setting, or a
         tensor that is missing, unused or misshapen.
+
+    Notes
+    -----
+    What of each family is computed, by its module in ``minimha.models.checkpoints``:
+
+    ======  ======================================  ==============================================
+    module  model_type in config.json               features
+    ======  ======================================  ==============================================
+    gpt2    gpt2                                    learned positions, layer norms
+    llama   llama, mistral, qwen2, qwen3, phi3      RoPE with any scaling below, windows, gates
+    gemma   gemma2, gemma3_text                     caps, local and global layers
+    bert    bert                                    an encoder, with the head of masked tokens
+    t5      t5                                      an encoder and a decoder, relative positions
+    ======  ======================================  ==============================================
+
+    RoPE's scalings are linear, dynamic, yarn, llama3 and longrope, and partial_rotary_factor.
 
     Examples
     --------

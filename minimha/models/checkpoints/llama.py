@@ -2,7 +2,8 @@
 
 Touvron et al., "LLaMA", 2023; Llama Team, "The Llama 3 Herd of Models", 2024; Jiang et al.,
 "Mistral 7B", 2023 (a sliding window); Qwen Team, "Qwen2", 2024 (biases of queries, keys and
-values), and "Qwen3", 2025 (normalised queries and keys). SmolLM is a LLaMA.
+values), and "Qwen3", 2025 (normalised queries and keys). SmolLM is a LLaMA. Abdin et al., "Phi-3
+Technical Report", 2024 (one matrix for queries, keys and values, one for gates and inputs).
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Transformer
 
 NORMED = ("qwen3",)  # families that normalise queries and keys
+ONE_WINDOW = ("mistral", "phi3")  # families in which all layers have the same window
+MLP = ("gate_proj", "up_proj")  # the parts of Phi's gate_up_proj
+FUSED = ("phi3",)  # families that store several matrices as one
+# What a setting means that is missing, where this is not LLaMA's default.
+DEFAULTS = {"phi3": {"rms_norm_eps": 1e-5}}
 
 
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Transformer:
     """Return the model of these settings and tensors."""
+    settings = settings.with_defaults(DEFAULTS.get(settings.text("model_type"), {}))
     config = read_config(settings)
     has_biases, has_mlp_biases = (
         settings.flag(key, False) for key in ("attention_bias", "mlp_bias")
@@ -34,6 +41,9 @@ def transformer(
     with_bias = "qkvo" if has_biases else "qkv" if config.architecture == "qwen2" else ""
     tensors.add_prefix("model.", "embed_tokens.weight")
     tokens = tensors.take("model.embed_tokens.weight", config.vocabulary, config.d_model)
+
+    if config.architecture in FUSED:
+        _split(config, tensors)
 
     def norm(name: str) -> RMSNorm:
         return tensors.rms_norm(f"model.{name}", config.d_model, config.epsilon)
@@ -72,7 +82,7 @@ def read_config(settings: Settings) -> Config:
         num_kv_heads=settings.count("num_key_value_heads", H),
         head_dim=D,
         d_ff=settings.count("intermediate_size"),
-        max_length=settings.count("max_position_embeddings"),
+        max_length=settings.longest(),
         epsilon=settings.number("rms_norm_eps", 1e-6, 0),
         activation=settings.activation("hidden_act", "silu"),
         is_tied=settings.flag("tie_word_embeddings", False),
@@ -81,10 +91,20 @@ def read_config(settings: Settings) -> Config:
     )  # fmt: skip
 
 
+def _split(config: Config, tensors: Tensors) -> None:
+    """Give the parts of fused matrices the names that LLaMA's matrices have."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for n in range(config.num_layers):
+        at = f"model.layers.{n}"
+        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        tensors.split(f"{at}.self_attn", "qkv_proj.weight", rows)
+        tensors.split(f"{at}.mlp", "gate_up_proj.weight", dict.fromkeys(MLP, config.d_ff))
+
+
 def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
     """Return each layer's window: Mistral has one for all, Qwen may have one from some layer on."""
     window = None if settings.get("sliding_window") is None else settings.count("sliding_window")
-    if settings.text("model_type") == "mistral":
+    if settings.text("model_type") in ONE_WINDOW:
         settings.expect("layer_types", None, [KINDS[window is None]] * layers)
         return (window,) * layers
     if not settings.flag("use_sliding_window", False):

@@ -49,6 +49,19 @@ class Tensors:
         if self._has_no_head:
             self._left = {prefix + name: array for name, array in self._left.items()}
 
+    def split(self, at: str, name: str, rows: Mapping[str, int]) -> None:
+        """Replace ``at``.``name`` by views of its rows; ``rows`` says how many each part has."""
+        whole: Any = self._left.pop(f"{at}.{name}", None)
+        expected = sum(rows.values())
+        shape = np.shape(whole)
+        if whole is None or shape[:1] != (expected,):
+            what = "is missing" if whole is None else f"has shape {shape}"
+            raise ValueError(f"tensor {at}.{name} {what}: expected {expected} rows")
+        stop = 0
+        for part, count in rows.items():
+            start, stop = stop, stop + count
+            self._left[f"{at}.{part}.{name.rpartition('.')[2]}"] = whole[start:stop]
+
     def leave(self, *names: str) -> None:
         """Drop the tensors ``names``, which the model does not need."""
         for name in names:

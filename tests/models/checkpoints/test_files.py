@@ -186,10 +186,10 @@ def test_names_left_over_are_refused_before_they_are_widened(tmp_path, tensors):
 
 
 def test_an_unknown_architecture_is_refused_before_anything_large_is_read(folder):
-    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "phi3"}))
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "phi"}))
     (folder / "tokenizer.json").write_text("[")
     (folder / "model.safetensors").write_bytes(b"")
-    refused("config.json's model_type is 'phi3': expected one of gpt2", load, folder)
+    refused("config.json's model_type is 'phi': expected one of gpt2", load, folder)
 
 
 NAMES = ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"]
@@ -369,6 +369,13 @@ def test_tensors_that_do_not_fit_are_named(tensors):
     assert from_tensors(tied, same).W_vocab.base is not None
 
 
+def test_parts_of_fused_matrices_have_the_rows_that_the_settings_say(tensors):
+    phi, name = LLAMA | {"model_type": "phi3"}, "model.layers.0.self_attn.qkv_proj.weight"
+    refused(f"tensor {name} is missing: expected 16 rows", from_tensors, phi, tensors)
+    fused = tensors | {name: np.ones((17, 8))}
+    refused(f"tensor {name} has shape (17, 8): expected 16 rows", from_tensors, phi, fused)
+
+
 def test_buffers_of_old_checkpoints_are_no_weights(tensors):
     old = tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(1, np.float32)}
     from_tensors(LLAMA, old)
@@ -391,9 +398,21 @@ def test_buffers_of_old_checkpoints_are_no_weights(tensors):
         ({"hidden_act": "mish"}, "config.json's hidden_act is 'mish': expected one of relu, gelu"),
         ({"rms_norm_eps": float("nan")}, "config.json's rms_norm_eps is nan"),
         ({"quantization_config": {}}, "config.json's quantization_config is {}: only None is"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only None or 1.0 is"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope': expected one of"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ({"partial_rotary_factor": 1.5}, "rotary_dim is 3: pairs are rotated, so it must be even"),
+        ({"rope_scaling": {"rope_type": "axial"}}, "rope_type is 'axial': expected one of default"),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "config.json's rope's short_factor is missing",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}},
+            "short_factors has 2 numbers: expected one for each of 1 pairs",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": 2.0, "long_factor": [1.0]}},
+            "short_factors is 2.0: expected a list of positive numbers",
+        ),
+        ({"rope_scaling": {"type": "dynamic"}}, "config.json's rope's factor is missing"),
         ({"rope_scaling": {"type": "linear"}}, "config.json's rope's factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor is 0.5: expected a number"),
         (
