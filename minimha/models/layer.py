@@ -1,6 +1,7 @@
 """Compute one layer of a transformer: attention and a feed-forward, each with norm and residual.
 
-A part f, such as attention, computes x + f(norm(x)) if norms come first, else norm(x + f(x)).
+A part f, such as attention, computes x + f(norm(x)) if norms come first, else norm(x + f(x)). Of
+the norms of f's input and output, x + norm(f(norm(x))), each may be missing.
 
 Axes: ``B`` batch, ``L`` tokens, ``Ls`` tokens of an encoder's output, ``E`` model width.
 """
@@ -30,8 +31,9 @@ class Layer:
 
     Parameters
     ----------
-    attention_norm, feed_forward_norm : Norm
-        Norms of each part's input x, or of the sum x + f(x) if ``norm_first`` is False.
+    attention_norm, feed_forward_norm : Norm or None
+        Norms of each part's input x, or of the sum x + f(x) if ``norm_first`` is False. None is
+        for OLMo 2, which normalises outputs only.
     attention : MultiHeadAttention
     feed_forward : FeedForward
     attention_output_norm, feed_forward_output_norm : Norm, optional
@@ -51,12 +53,12 @@ class Layer:
     ----------
     Vaswani et al., "Attention Is All You Need", 2017, section 3.1; Radford et al., 2019 (GPT-2),
     section 2.3, where the norm moved to the input; Gemma Team, 2024 (Gemma 2), section 2, which
-    normalises the output too.
+    normalises the output too; Team OLMo, 2024 (OLMo 2), section 3.3.1, which normalises it alone.
     """
 
-    attention_norm: Norm
+    attention_norm: Norm | None
     attention: MultiHeadAttention
-    feed_forward_norm: Norm
+    feed_forward_norm: Norm | None
     feed_forward: FeedForward
     attention_output_norm: Norm | None = None
     feed_forward_output_norm: Norm | None = None
@@ -124,16 +126,24 @@ class Layer:
 
     def feed(self, x: Array, tap: Tap = no_tap) -> Array:
         """Return x + f(norm(x)), or norm(x + f(x)) if norms come last; f is the feed-forward."""
+        norm = self.feed_forward_norm
         if not self.norm_first:
+            assert norm is not None  # a layer whose norms come last has them
             summed = tap("post_residual", x + self.feed_forward(x, tap))
-            return self.feed_forward_norm(summed, prefixed(tap, "post_residual_"))
-        y = self.feed_forward(self.feed_forward_norm(x, prefixed(tap, "added_")), tap)
+            return norm(summed, prefixed(tap, "post_residual_"))
+        y = self.feed_forward(x if norm is None else norm(x, prefixed(tap, "added_")), tap)
         if self.feed_forward_output_norm is not None:
             y = self.feed_forward_output_norm(y, prefixed(tap, "feed_forward_"))
         return np.asarray(tap("residual", x + y))
 
-    def _plus(self, x: Array, output: Callable[[Array], Array], norm: Norm, tap: Tap) -> Array:
+    def _plus(
+        self, x: Array, output: Callable[[Array], Array], norm: Norm | None, tap: Tap
+    ) -> Array:
         """Return x + output(norm(x)), or norm(x + output(x)) if norms follow."""
-        y = norm(tap("x", x), tap) if self.norm_first else tap("x", x)
+        y = tap("x", x)
+        if norm is not None and self.norm_first:
+            y = norm(y, tap)
         added = tap("added", x + output(y))
-        return np.asarray(added if self.norm_first else norm(added, prefixed(tap, "added_")))
+        if norm is None or self.norm_first:
+            return np.asarray(added)
+        return np.asarray(norm(added, prefixed(tap, "added_")))

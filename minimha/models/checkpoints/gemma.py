@@ -35,7 +35,7 @@ def transformer(
         at = f"model.layers.{n}"
         return Layer(
             norm(f"{at}.input_layernorm"),
-            attention(config, tensors, n, with_bias, 1 if _is_third(settings) else None),
+            attention(config, tensors, n, with_bias, "head" if _is_third(settings) else None, 1),
             norm(f"{at}.pre_feedforward_layernorm"),
             feed_forward(config, tensors, n),
             norm(f"{at}.post_attention_layernorm"),

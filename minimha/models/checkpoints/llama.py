@@ -3,16 +3,18 @@
 Touvron et al., "LLaMA", 2023; Llama Team, "The Llama 3 Herd of Models", 2024; Jiang et al.,
 "Mistral 7B", 2023 (a sliding window); Qwen Team, "Qwen2", 2024 (biases of queries, keys and
 values), and "Qwen3", 2025 (normalised queries and keys). SmolLM is a LLaMA. Abdin et al., "Phi-3
-Technical Report", 2024 (one matrix for queries, keys and values, one for gates and inputs).
+Technical Report", 2024 (one matrix for queries, keys and values, one for gates and inputs). Team
+OLMo, "2 OLMo 2 Furious", 2024, and "OLMo 3", 2025 (norms of outputs; scaled RoPE in global layers).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import RMSNorm
+from minimha.layers.rope import RoPE
 from minimha.models.checkpoints.settings import DEEPEST, KINDS, LOCAL, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
@@ -21,12 +23,18 @@ from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Transformer
 
-NORMED = ("qwen3",)  # families that normalise queries and keys
+# Families that normalise queries and keys: each head, or all heads together.
+NORMED: dict[str, Literal["head", "full"]] = {"qwen3": "head", "olmo2": "full", "olmo3": "full"}
+NORMED_AFTER = ("olmo2", "olmo3")  # families that normalise the parts' outputs, not their inputs
 ONE_WINDOW = ("mistral", "phi3")  # families in which all layers have the same window
 MLP = ("gate_proj", "up_proj")  # the parts of Phi's gate_up_proj
 FUSED = ("phi3",)  # families that store several matrices as one
 # What a setting means that is missing, where this is not LLaMA's default.
-DEFAULTS = {"phi3": {"rms_norm_eps": 1e-5}}
+DEFAULTS = {
+    "phi3": {"rms_norm_eps": 1e-5},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+}
 
 
 def transformer(
@@ -49,11 +57,17 @@ def transformer(
         return tensors.rms_norm(f"model.{name}", config.d_model, config.epsilon)
 
     def block(n: int) -> Layer:
+        at = f"layers.{n}"
+        is_after = config.architecture in NORMED_AFTER
+        names = ("post_attention", "post_feedforward" if is_after else "input")
+        second, other = (norm(f"{at}.{name}_layernorm") for name in names)
         return Layer(
-            norm(f"layers.{n}.input_layernorm"),
-            attention(config, tensors, n, with_bias, 0 if config.architecture in NORMED else None),
-            norm(f"layers.{n}.post_attention_layernorm"),
+            None if is_after else other,
+            attention(config, tensors, n, with_bias, NORMED.get(config.architecture)),
+            None if is_after else second,
             feed_forward(config, tensors, n, has_mlp_biases),
+            second if is_after else None,
+            other if is_after else None,
             window=config.windows[n],
         )
 
@@ -75,6 +89,7 @@ def read_config(settings: Settings) -> Config:
     else:
         D = settings.count("head_dim")
     layers = settings.count("num_hidden_layers", high=DEEPEST)
+    windows = _windows(settings, layers)
     return Config(
         architecture=settings.text("model_type"),
         vocabulary=settings.count("vocab_size"),
@@ -86,9 +101,18 @@ def read_config(settings: Settings) -> Config:
         epsilon=settings.number("rms_norm_eps", 1e-6, 0),
         activation=settings.activation("hidden_act", "silu"),
         is_tied=settings.flag("tie_word_embeddings", False),
-        ropes=(settings.rope(D),) * layers,
-        windows=_windows(settings, layers),
+        ropes=_ropes(settings, D, windows),
+        windows=windows,
     )  # fmt: skip
+
+
+def _ropes(settings: Settings, D: int, windows: tuple[int | None, ...]) -> tuple[RoPE | None, ...]:
+    """Return each layer's rotary embedding: OLMo 3 has another one in layers with a window."""
+    rope = settings.rope(D)
+    if settings.text("model_type") != "olmo3":
+        return (rope,) * len(windows)
+    local = settings.rope(D, LOCAL, base=settings.number("rope_theta"))
+    return tuple(rope if window is None else local for window in windows)
 
 
 def _split(config: Config, tensors: Tensors) -> None:
@@ -107,6 +131,9 @@ def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
     if settings.text("model_type") in ONE_WINDOW:
         settings.expect("layer_types", None, [KINDS[window is None]] * layers)
         return (window,) * layers
+    if settings.text("model_type") == "olmo3":
+        is_local = settings.is_local([(n + 1) % 4 > 0 for n in range(layers)])
+        return tuple(window if local else None for local in is_local)
     if not settings.flag("use_sliding_window", False):
         window = None
     first = settings.count("max_window_layers", 28, low=0)
@@ -118,19 +145,21 @@ def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
 
 
 def attention(
-    config: Config, tensors: Tensors, n: int, with_bias: str = "", added_gain: float | None = None
-) -> MultiHeadAttention:
+    config: Config, tensors: Tensors, n: int, with_bias: str = "",
+    qk_norm: Literal["head", "full"] | None = None, added_gain: float = 0.0,
+) -> MultiHeadAttention:  # fmt: skip
     """Return the attention of layer n.
 
-    ``with_bias`` has the letters of the matrices with a bias. ``added_gain`` is added to the gains
-    that normalise queries and keys; None means that these are not normalised.
+    ``with_bias`` has the letters of the matrices with a bias. ``qk_norm`` is as in
+    ``MultiHeadAttention``; ``added_gain`` is added to the gains of these norms.
     """
     at = f"model.layers.{n}.self_attn"
     others: dict[str, Any] = {"rope": config.ropes[n]}
-    if added_gain is not None:
-        others |= {"qk_norm": "head", "epsilon": config.epsilon}
-        for letter in "qk":
-            gain = tensors.take(f"{at}.{letter}_norm.weight", config.head_dim)
+    if qk_norm is not None:
+        others |= {"qk_norm": qk_norm, "epsilon": config.epsilon}
+        for letter, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+            width = config.head_dim * (heads if qk_norm == "full" else 1)
+            gain = tensors.take(f"{at}.{letter}_norm.weight", width)
             others[f"g_{letter}"] = added_gain + gain
     names = [f"{at}.{letter}_proj" for letter in "qkvo"]
     return tensors.attention(config, names, with_bias, **others)

@@ -66,6 +66,15 @@ CASES = {
         "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0,
     }),
     "Qwen 3": ("qwen3", SMALL | {"head_dim": 16}),
+    "OLMo 2": ("olmo2", SMALL),
+    "OLMo 2, biases": ("olmo2", SMALL | {"attention_bias": True, "rope_parameters": LLAMA3}),
+    "OLMo 3": ("olmo3", SMALL | {
+        "sliding_window": 5, "num_hidden_layers": 4,
+        "rope_parameters": {GLOBAL: YARN, LOCAL: {"rope_type": "default", "rope_theta": 1e4}},
+    }),
+    "OLMo 3, layer types": ("olmo3", SMALL | {
+        "sliding_window": 4, "layer_types": [GLOBAL, LOCAL, GLOBAL],
+    }),
     "Gemma 2": ("gemma2", GEMMA | {
         "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
     }),

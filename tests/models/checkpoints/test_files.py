@@ -20,6 +20,7 @@ from minimha.models.checkpoints import from_tensors
 
 IDS = [1, 2, 3, 4]
 LLAMA = plain.LLAMA
+SPLIT = re.compile(r"\b(q|k|v|gate|up)_proj")  # what Phi stores as one
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
 
@@ -313,7 +314,7 @@ def mutations(config):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma3_text", "bert", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "phi3", "olmo3", "gemma3_text", "bert", "t5"])
 def test_a_hostile_setting_ends_in_a_sentence_or_in_a_model(family, tensors):
     gpt2 = plain.gpt2_tensors(np.random.default_rng(0))
     config, held = (plain.GPT2, gpt2) if family == "gpt2" else (LLAMA, tensors)
@@ -326,6 +327,16 @@ def test_a_hostile_setting_ends_in_a_sentence_or_in_a_model(family, tensors):
         for x in "qkv"
     }
     held = held | {"qwen2": biases, "qwen3": norms, "gemma3_text": norms}.get(family, {})
+    if family == "phi3":
+        for n in range(2):
+            for fused, rows in (("self_attn.qkv_proj", 16), ("mlp.gate_up_proj", 24)):
+                held[f"model.layers.{n}.{fused}.weight"] = np.ones((rows, 8), np.float32)
+        held = {name: held[name] for name in held if not SPLIT.search(name)}
+    if family == "olmo3":
+        for n in range(2):
+            norm = f"model.layers.{n}.{{}}.weight".format
+            held[norm("self_attn.q_norm")], held[norm("self_attn.k_norm")] = np.ones(8), np.ones(4)
+            held[norm("post_feedforward_layernorm")] = held.pop(norm("input_layernorm"))
     if "gemma" in family:
         config = config | {"head_dim": 2, "tie_word_embeddings": False}
         for n, name in np.ndindex(2, 2):
