@@ -32,7 +32,8 @@ FAMILIES = {
     "gpt2": "gpt2",
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama",
     "phi3": "llama", "olmo2": "llama", "olmo3": "llama",
-    "gemma2": "gemma", "gemma3_text": "gemma",
+    "smollm3": "llama",
+    "gemma": "gemma", "gemma2": "gemma", "gemma3_text": "gemma", "gemma3": "gemma",
     "bert": "bert", "t5": "t5",
 }  # fmt: skip
 
@@ -68,8 +69,8 @@ def load(path: str | Path) -> Model:
     ======  ======================================  ==============================================
     gpt2    gpt2                                    learned positions, layer norms
     llama   llama, mistral, qwen2, qwen3, phi3,     RoPE with any scaling below, windows, gates,
-            olmo2, olmo3                            norms of inputs, outputs, queries and keys
-    gemma   gemma2, gemma3_text                     caps, local and global layers
+            olmo2, olmo3, smollm3                   norms of inputs, outputs, queries and keys
+    gemma   gemma, gemma2, gemma3_text, gemma3      caps, local and global layers; text, no images
     bert    bert                                    an encoder, with the head of masked tokens
     t5      t5                                      an encoder and a decoder, relative positions
     ======  ======================================  ==============================================

@@ -1,13 +1,16 @@
-"""Load Gemma 2 and 3: norms around each part, gains stored minus 1, local and global layers.
+"""Load Gemma: gains stored minus 1; from Gemma 2 on norms around each part, and local layers.
 
-Gemma Team, "Gemma 2", 2024 (caps of scores and logits), and "Gemma 3", 2025 (normalised queries and
-keys, another rotary base in local layers).
+Gemma Team, "Gemma", 2024; "Gemma 2", 2024 (caps of scores and logits), and "Gemma 3", 2025
+(normalised queries and keys, another rotary base in local layers). Gemma 3 is published with a part
+that sees; of such a folder, the part that reads and writes text is loaded.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from minimha.layers.feed_forward import Activation
 from minimha.layers.norms import RMSNorm
 from minimha.models.checkpoints.llama import attention, feed_forward
 from minimha.models.checkpoints.settings import DEEPEST, GLOBAL, LOCAL, POSITIVE, Settings
@@ -18,11 +21,33 @@ from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Transformer
 
+# What a setting means that is missing: Gemma 3 is published with few.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {"vocab_size": 256000},
+    "gemma3_text": {
+        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "max_position_embeddings": 131072, "rope_theta": 1e6,
+    },
+}  # fmt: skip
+# What prefixes become in a folder with a part that sees; None is for what no text needs.
+PREFIXES = {
+    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.", "language_model.": "model.",
+    "vision_tower.": None, "model.vision_tower.": None,
+    "multi_modal_projector.": None, "model.multi_modal_projector.": None,
+}  # fmt: skip
+
 
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Transformer:
     """Return the model of these settings and tensors."""
+    if settings.text("model_type") == "gemma3":
+        tied = {"tie_word_embeddings": settings.get("tie_word_embeddings")}
+        text = {**tied, **settings.section("text_config"), "model_type": "gemma3_text"}
+        settings = Settings(text, f"{settings.name}'s text_config")
+        tensors.rename(PREFIXES)
+    settings = settings.with_defaults(DEFAULTS.get(settings.text("model_type"), {}))
     config = read_config(settings)
     with_bias = "qkvo" if settings.flag("attention_bias", False) else ""
     tensors.add_prefix("model.", "embed_tokens.weight")
@@ -32,14 +57,19 @@ def transformer(
         return RMSNorm(1 + tensors.take(f"{name}.weight", config.d_model), config.epsilon)
 
     def block(n: int) -> Layer:
-        at = f"model.layers.{n}"
+        names = ["input", "pre_feedforward", "post_attention", "post_feedforward"]
+        if config.architecture == "gemma":
+            names = ["input", "post_attention"]
+        norms = [norm(f"model.layers.{n}.{name}_layernorm") for name in names]
+        first, second, *after = norms
+        after_attention, after_feed_forward = after or (None, None)
         return Layer(
-            norm(f"{at}.input_layernorm"),
+            first,
             attention(config, tensors, n, with_bias, "head" if _is_third(settings) else None, 1),
-            norm(f"{at}.pre_feedforward_layernorm"),
+            second,
             feed_forward(config, tensors, n),
-            norm(f"{at}.post_attention_layernorm"),
-            norm(f"{at}.post_feedforward_layernorm"),
+            after_attention,
+            after_feed_forward,
             config.windows[n], config.scale, config.softcap,
         )  # fmt: skip
 
@@ -58,7 +88,10 @@ def read_config(settings: Settings) -> Config:
     settings.expect("use_bidirectional_attention", None, False)
     D, layers = settings.count("head_dim", 256), settings.count("num_hidden_layers", high=DEEPEST)
     every = settings.count("sliding_window_pattern", 6 if _is_third(settings) else 2)
-    is_local = settings.is_local([(n + 1) % every > 0 for n in range(layers)])
+    is_first = settings.text("model_type") == "gemma"
+    is_local = [False] * layers
+    if not is_first:
+        is_local = settings.is_local([(n + 1) % every > 0 for n in range(layers)])
     ropes = [settings.rope(D, k if _is_third(settings) else GLOBAL) for k in (GLOBAL, LOCAL)]
     window = settings.count("sliding_window", 4096)
     return Config(
@@ -71,14 +104,22 @@ def read_config(settings: Settings) -> Config:
         d_ff=settings.count("intermediate_size"),
         max_length=settings.count("max_position_embeddings"),
         epsilon=settings.number("rms_norm_eps", 1e-6, 0),
-        activation=settings.activation("hidden_activation", "gelu_pytorch_tanh"),
+        activation=_activation(settings),
         is_tied=settings.flag("tie_word_embeddings", True),
         ropes=tuple(ropes[local] for local in is_local),
         windows=tuple(window if local else None for local in is_local),
-        scale=settings.number("query_pre_attn_scalar", 256, POSITIVE) ** -0.5,
+        scale=(D if is_first else settings.number("query_pre_attn_scalar", 256, POSITIVE)) ** -0.5,
         softcap=settings.optional("attn_logit_softcapping"),
         logit_softcap=settings.optional("final_logit_softcapping"),
     )  # fmt: skip
+
+
+def _activation(settings: Settings) -> Activation:
+    """Return the activation; "gelu" of the first Gemma's hidden_act means its approximation."""
+    if settings.text("model_type") != "gemma":
+        return settings.activation("hidden_activation", "gelu_pytorch_tanh")
+    given = settings.activation("hidden_act", "gelu_pytorch_tanh")
+    return "gelu_tanh" if given == "gelu" else given
 
 
 def _is_third(settings: Settings) -> bool:

@@ -5,6 +5,7 @@ Touvron et al., "LLaMA", 2023; Llama Team, "The Llama 3 Herd of Models", 2024; J
 values), and "Qwen3", 2025 (normalised queries and keys). SmolLM is a LLaMA. Abdin et al., "Phi-3
 Technical Report", 2024 (one matrix for queries, keys and values, one for gates and inputs). Team
 OLMo, "2 OLMo 2 Furious", 2024, and "OLMo 3", 2025 (norms of outputs; scaled RoPE in global layers).
+SmolLM 3 has layers without RoPE (Yang et al., "Rope to Nope and Back Again", 2025).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ DEFAULTS = {
     "phi3": {"rms_norm_eps": 1e-5},
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+    "smollm3": {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
 }
 
 
@@ -106,9 +108,34 @@ def read_config(settings: Settings) -> Config:
     )  # fmt: skip
 
 
+def _may_be_local(settings: Settings, layers: int) -> list[bool]:
+    """Return for each layer whether it has a window if there is one: SmolLM 3's without RoPE do."""
+    if settings.text("model_type") == "smollm3":
+        return [not has_rope for has_rope in _has_rope(settings, layers)]
+    first = settings.count("max_window_layers", 28, low=0)
+    return [n >= first for n in range(layers)]
+
+
+def _has_rope(settings: Settings, layers: int) -> list[bool]:
+    """Return SmolLM 3's no_rope_layers, which has 0 for layers without RoPE and 1 for others."""
+    every = settings.count("no_rope_layer_interval", 4)
+    given = settings.get("no_rope_layers")
+    if given is None:
+        return [(n + 1) % every > 0 for n in range(layers)]
+    is_listed = isinstance(given, list | tuple) and all(has in (0, 1) for has in given)
+    if not is_listed or len(given) != layers:
+        raise ValueError(
+            f"{settings.name}'s no_rope_layers is {given!r}: expected 0 or 1 for each of {layers} "
+            f"layers"
+        )
+    return [has == 1 for has in given]
+
+
 def _ropes(settings: Settings, D: int, windows: tuple[int | None, ...]) -> tuple[RoPE | None, ...]:
     """Return each layer's rotary embedding: OLMo 3 has another one in layers with a window."""
     rope = settings.rope(D)
+    if settings.text("model_type") == "smollm3":
+        return tuple(rope if has else None for has in _has_rope(settings, len(windows)))
     if settings.text("model_type") != "olmo3":
         return (rope,) * len(windows)
     local = settings.rope(D, LOCAL, base=settings.number("rope_theta"))
@@ -136,8 +163,8 @@ def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
         return tuple(window if local else None for local in is_local)
     if not settings.flag("use_sliding_window", False):
         window = None
-    first = settings.count("max_window_layers", 28, low=0)
-    is_local = settings.is_local([window is not None and n >= first for n in range(layers)])
+    may_be_local = _may_be_local(settings, layers)
+    is_local = settings.is_local([window is not None and local for local in may_be_local])
     if window is None and any(is_local):
         why = "but use_sliding_window is not true, or there is no sliding_window"
         raise ValueError(f"{settings.name}'s layer_types has {LOCAL}, {why}")

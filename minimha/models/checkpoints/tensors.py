@@ -49,6 +49,16 @@ class Tensors:
         if self._has_no_head:
             self._left = {prefix + name: array for name, array in self._left.items()}
 
+    def rename(self, prefixes: Mapping[str, str | None]) -> None:
+        """Replace the first of ``prefixes`` that a name begins with; None drops the tensor."""
+        renamed = {}
+        for name, array in self._left.items():
+            old = next(filter(name.startswith, prefixes), "")
+            new = prefixes.get(old, "")
+            if new is not None:
+                renamed[f"{new}{name.removeprefix(old)}"] = array
+        self._left = renamed
+
     def split(self, at: str, name: str, rows: Mapping[str, int]) -> None:
         """Replace ``at``.``name`` by views of its rows; ``rows`` says how many each part has."""
         whole: Any = self._left.pop(f"{at}.{name}", None)

@@ -1,5 +1,6 @@
 """Checkpoints that transformers writes: the same logits, at once and token by token."""
 
+import json
 import warnings
 from dataclasses import replace
 
@@ -75,6 +76,13 @@ CASES = {
     "OLMo 3, layer types": ("olmo3", SMALL | {
         "sliding_window": 4, "layer_types": [GLOBAL, LOCAL, GLOBAL],
     }),
+    "SmolLM 3": ("smollm3", SMALL | {"num_hidden_layers": 4}),
+    "SmolLM 3, layers": ("smollm3", SMALL | {
+        "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 5,
+        "attention_bias": True, "tie_word_embeddings": False,
+    }),
+    "Gemma": ("gemma", SMALL | {"head_dim": 16}),
+    "Gemma, gelu": ("gemma", SMALL | {"head_dim": 16, "hidden_act": "gelu"}),
     "Gemma 2": ("gemma2", GEMMA | {
         "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
     }),
@@ -112,6 +120,39 @@ def written(architecture, settings, folder):
             do_sample=False,
         )  # fmt: skip
         return logits, words[0, len(IDS) :].tolist()
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_gemma_3_as_it_is_published_is_loaded_without_what_it_sees_with(has_head, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is missing")
+    torch = pytest.importorskip("torch", reason="torch, which transformers needs, is missing")
+    text = GEMMA | {
+        "sliding_window_pattern": 2,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28,
+        "num_attention_heads": 2, "patch_size": 14,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=95,
+        boi_token_index=94, eoi_token_index=93, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    kind = "Gemma3ForConditionalGeneration" if has_head else "Gemma3Model"
+    theirs = getattr(transformers, kind)(config).eval()
+    theirs.save_pretrained(tmp_path)
+    published = json.loads((tmp_path / "config.json").read_text())
+    published["text_config"] = text | {"model_type": "gemma3_text"}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    model = load(tmp_path)
+    assert model.config.windows == (5, None, 5)
+    ids = torch.tensor([[i for i in IDS if i < 93]])
+    with torch.no_grad():
+        theirs = theirs(ids)
+    wanted = theirs.logits if has_head else theirs.last_hidden_state
+    got = (model.logits if has_head else model.hidden)(ids[0].tolist())
+    assert relative(got, wanted[0].numpy()) < CLOSE
 
 
 @pytest.mark.parametrize("architecture", ["LLaMA 2", "Qwen 3", "Gemma 2", "GPT-2"])

@@ -306,6 +306,7 @@ def mutations(config):
         "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
         "sliding_window_pattern", "rope_local_base_freq", "decoder_start_token_id", "num_layers",
         "quantization_config", "feed_forward_proj", "num_decoder_layers", "is_decoder",
+        "no_rope_layers", "no_rope_layer_interval",
     }  # fmt: skip
     for key in sorted(keys):
         yield {name: value for name, value in config.items() if name != key}
@@ -314,7 +315,9 @@ def mutations(config):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "phi3", "olmo3", "gemma3_text", "bert", "t5"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "qwen3", "phi3", "olmo3", "smollm3", "gemma3_text", "bert", "t5"]
+)
 def test_a_hostile_setting_ends_in_a_sentence_or_in_a_model(family, tensors):
     gpt2 = plain.gpt2_tensors(np.random.default_rng(0))
     config, held = (plain.GPT2, gpt2) if family == "gpt2" else (LLAMA, tensors)
