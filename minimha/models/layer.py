@@ -21,6 +21,7 @@ from minimha.layers.cache import KVCache
 from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import Norm
+from minimha.models.experts import Experts
 
 Array = NDArray[Any]
 
@@ -35,7 +36,7 @@ class Layer:
         Norms of each part's input x, or of the sum x + f(x) if ``norm_first`` is False. None is
         for OLMo 2, which normalises outputs only.
     attention : MultiHeadAttention
-    feed_forward : FeedForward
+    feed_forward : FeedForward or Experts
     attention_output_norm, feed_forward_output_norm : Norm, optional
         Norms of each part's output, before it is added to the input.
     window : int, optional
@@ -59,7 +60,7 @@ class Layer:
     attention_norm: Norm | None
     attention: MultiHeadAttention
     feed_forward_norm: Norm | None
-    feed_forward: FeedForward
+    feed_forward: FeedForward | Experts
     attention_output_norm: Norm | None = None
     feed_forward_output_norm: Norm | None = None
     window: int | None = None

@@ -32,7 +32,8 @@ FAMILIES = {
     "gpt2": "gpt2",
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama",
     "phi3": "llama", "olmo2": "llama", "olmo3": "llama",
-    "smollm3": "llama",
+    "smollm3": "llama", "mixtral": "llama", "qwen2_moe": "llama", "qwen3_moe": "llama",
+    "olmoe": "llama",
     "gemma": "gemma", "gemma2": "gemma", "gemma3_text": "gemma", "gemma3": "gemma",
     "bert": "bert", "t5": "t5",
 }  # fmt: skip
@@ -70,6 +71,7 @@ def load(path: str | Path) -> Model:
     gpt2    gpt2                                    learned positions, layer norms
     llama   llama, mistral, qwen2, qwen3, phi3,     RoPE with any scaling below, windows, gates,
             olmo2, olmo3, smollm3                   norms of inputs, outputs, queries and keys
+            mixtral, qwen2_moe, qwen3_moe, olmoe    mixtures of experts, a shared expert
     gemma   gemma, gemma2, gemma3_text, gemma3      caps, local and global layers; text, no images
     bert    bert                                    an encoder, with the head of masked tokens
     t5      t5                                      an encoder and a decoder, relative positions

@@ -16,6 +16,7 @@ from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import RMSNorm
 from minimha.layers.rope import RoPE
+from minimha.models.checkpoints.mixtures import GATED, experts, gated, is_mixture
 from minimha.models.checkpoints.settings import DEEPEST, KINDS, LOCAL, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
@@ -26,15 +27,19 @@ from minimha.models.transformer import Transformer
 
 # Families that normalise queries and keys: each head, or all heads together.
 NORMED: dict[str, Literal["head", "full"]] = {"qwen3": "head", "olmo2": "full", "olmo3": "full"}
+NORMED |= {"qwen3_moe": "head", "olmoe": "full"}
+BIASED = ("qwen2", "qwen2_moe")  # families whose queries, keys and values have biases
 NORMED_AFTER = ("olmo2", "olmo3")  # families that normalise the parts' outputs, not their inputs
-ONE_WINDOW = ("mistral", "phi3")  # families in which all layers have the same window
-MLP = ("gate_proj", "up_proj")  # the parts of Phi's gate_up_proj
+ONE_WINDOW = ("mistral", "phi3", "mixtral")  # families in which all layers have the same window
 FUSED = ("phi3",)  # families that store several matrices as one
 # What a setting means that is missing, where this is not LLaMA's default.
-DEFAULTS = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "phi3": {"rms_norm_eps": 1e-5},
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "olmoe": {"rms_norm_eps": 1e-5},
     "smollm3": {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
 }
 
@@ -48,10 +53,12 @@ def transformer(
     has_biases, has_mlp_biases = (
         settings.flag(key, False) for key in ("attention_bias", "mlp_bias")
     )
-    with_bias = "qkvo" if has_biases else "qkv" if config.architecture == "qwen2" else ""
+    has_own = config.architecture in BIASED and settings.flag("qkv_bias", True)
+    with_bias = "qkvo" if has_biases else "qkv" if has_own else ""
     tensors.add_prefix("model.", "embed_tokens.weight")
     tokens = tensors.take("model.embed_tokens.weight", config.vocabulary, config.d_model)
 
+    clip = settings.optional("clip_qkv") if config.architecture == "olmoe" else None
     if config.architecture in FUSED:
         _split(config, tensors)
 
@@ -65,9 +72,11 @@ def transformer(
         second, other = (norm(f"{at}.{name}_layernorm") for name in names)
         return Layer(
             None if is_after else other,
-            attention(config, tensors, n, with_bias, NORMED.get(config.architecture)),
+            attention(config, tensors, n, with_bias, NORMED.get(config.architecture), clip=clip),
             None if is_after else second,
-            feed_forward(config, tensors, n, has_mlp_biases),
+            experts(settings, config, tensors, n)
+            if is_mixture(settings, n)
+            else feed_forward(config, tensors, n, has_mlp_biases),
             second if is_after else None,
             other if is_after else None,
             window=config.windows[n],
@@ -110,9 +119,15 @@ def read_config(settings: Settings) -> Config:
 
 def _may_be_local(settings: Settings, layers: int) -> list[bool]:
     """Return for each layer whether it has a window if there is one: SmolLM 3's without RoPE do."""
-    if settings.text("model_type") == "smollm3":
+    kind, first = settings.text("model_type"), settings.count("max_window_layers", 28, low=0)
+    if kind == "smollm3":
         return [not has_rope for has_rope in _has_rope(settings, layers)]
-    first = settings.count("max_window_layers", 28, low=0)
+    if kind == "olmo3":
+        return [(n + 1) % 4 > 0 for n in range(layers)]
+    if kind == "qwen2_moe":
+        return [n % 2 == 0 and n < first for n in range(layers)]
+    if kind == "qwen3_moe":
+        return [True] * layers
     return [n >= first for n in range(layers)]
 
 
@@ -149,20 +164,18 @@ def _split(config: Config, tensors: Tensors) -> None:
         at = f"model.layers.{n}"
         rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         tensors.split(f"{at}.self_attn", "qkv_proj.weight", rows)
-        tensors.split(f"{at}.mlp", "gate_up_proj.weight", dict.fromkeys(MLP, config.d_ff))
+        tensors.split(f"{at}.mlp", "gate_up_proj.weight", dict.fromkeys(GATED[:2], config.d_ff))
 
 
 def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
     """Return each layer's window: Mistral has one for all, Qwen may have one from some layer on."""
-    window = None if settings.get("sliding_window") is None else settings.count("sliding_window")
-    if settings.text("model_type") in ONE_WINDOW:
+    kind, window = settings.text("model_type"), None
+    is_used = kind in (*ONE_WINDOW, "olmo3") or settings.flag("use_sliding_window", False)
+    if is_used and settings.get("sliding_window") is not None:
+        window = settings.count("sliding_window")
+    if kind in ONE_WINDOW:
         settings.expect("layer_types", None, [KINDS[window is None]] * layers)
         return (window,) * layers
-    if settings.text("model_type") == "olmo3":
-        is_local = settings.is_local([(n + 1) % 4 > 0 for n in range(layers)])
-        return tuple(window if local else None for local in is_local)
-    if not settings.flag("use_sliding_window", False):
-        window = None
     may_be_local = _may_be_local(settings, layers)
     is_local = settings.is_local([window is not None and local for local in may_be_local])
     if window is None and any(is_local):
@@ -173,15 +186,15 @@ def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
 
 def attention(
     config: Config, tensors: Tensors, n: int, with_bias: str = "",
-    qk_norm: Literal["head", "full"] | None = None, added_gain: float = 0.0,
+    qk_norm: Literal["head", "full"] | None = None, added_gain: float = 0.0, **others: Any,
 ) -> MultiHeadAttention:  # fmt: skip
     """Return the attention of layer n.
 
     ``with_bias`` has the letters of the matrices with a bias. ``qk_norm`` is as in
-    ``MultiHeadAttention``; ``added_gain`` is added to the gains of these norms.
+    ``MultiHeadAttention``, as ``others`` are; ``added_gain`` is added to the gains of these norms.
     """
     at = f"model.layers.{n}.self_attn"
-    others: dict[str, Any] = {"rope": config.ropes[n]}
+    others["rope"] = config.ropes[n]
     if qk_norm is not None:
         others |= {"qk_norm": qk_norm, "epsilon": config.epsilon}
         for letter, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
@@ -194,10 +207,4 @@ def attention(
 
 def feed_forward(config: Config, tensors: Tensors, n: int, has_biases: bool = False) -> FeedForward:
     """Return the feed-forward of layer n."""
-    at, E, F = f"model.layers.{n}.mlp", config.d_model, config.d_ff
-    return FeedForward(
-        activation=config.activation,
-        **tensors.linear("gate", f"{at}.gate_proj", E, F, has_biases),
-        **tensors.linear("in", f"{at}.up_proj", E, F, has_biases),
-        **tensors.linear("out", f"{at}.down_proj", F, E, has_biases),
-    )
+    return gated(config, tensors, f"model.layers.{n}.mlp", config.d_ff, has_biases=has_biases)

@@ -72,6 +72,20 @@ class Tensors:
             start, stop = stop, stop + count
             self._left[f"{at}.{part}.{name.rpartition('.')[2]}"] = whole[start:stop]
 
+    def split_experts(self, at: str, N: int, rows: Mapping[str, int], down: str) -> None:
+        """Replace the tensors of all N experts under ``at`` by views, as ``split`` does."""
+        for name in ("gate_up_proj", "down_proj"):
+            whole: Any = self._left.pop(f"{at}.{name}", None)
+            if len(np.shape(whole)) != 3 or np.shape(whole)[0] != N:
+                raise ValueError(
+                    f"tensor {at}.{name} has shape {np.shape(whole)}: expected one matrix for each "
+                    f"of {N} experts"
+                )
+            part = f"{down}.weight" if name == "down_proj" else f"{name}.weight"
+            self._left |= {f"{at}.{e}.{part}": matrix for e, matrix in enumerate(whole)}
+        for e in range(N):
+            self.split(f"{at}.{e}", "gate_up_proj.weight", rows)
+
     def leave(self, *names: str) -> None:
         """Drop the tensors ``names``, which the model does not need."""
         for name in names:

@@ -31,6 +31,7 @@ LONGROPE = {
 }  # fmt: skip
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 GEMMA = SMALL | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}
+QWEN_MOE = SMALL | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 CASES = {
     "GPT-2": ("gpt2", {
         "vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64,
@@ -80,6 +81,24 @@ CASES = {
     "SmolLM 3, layers": ("smollm3", SMALL | {
         "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 5,
         "attention_bias": True, "tie_word_embeddings": False,
+    }),
+    "Mixtral": ("mixtral", SMALL | {"num_local_experts": 4}),
+    "Mixtral, window": ("mixtral", SMALL | {
+        "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5, "head_dim": 16,
+    }),
+    "Qwen 2 MoE": ("qwen2_moe", QWEN_MOE | {"shared_expert_intermediate_size": 20}),
+    "Qwen 2 MoE, layers": ("qwen2_moe", QWEN_MOE | {
+        "shared_expert_intermediate_size": 20, "norm_topk_prob": True, "mlp_only_layers": [0],
+        "use_sliding_window": True, "sliding_window": 5, "qkv_bias": False,
+    }),
+    "Qwen 3 MoE": ("qwen3_moe", QWEN_MOE | {"norm_topk_prob": True, "head_dim": 16}),
+    "Qwen 3 MoE, layers": ("qwen3_moe", QWEN_MOE | {
+        "decoder_sparse_step": 2, "attention_bias": True, "use_sliding_window": True,
+        "sliding_window": 5,
+    }),
+    "OLMoE": ("olmoe", SMALL | {"num_experts": 6, "num_experts_per_tok": 2}),
+    "OLMoE, clipped": ("olmoe", SMALL | {
+        "num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.8, "norm_topk_prob": True,
     }),
     "Gemma": ("gemma", SMALL | {"head_dim": 16}),
     "Gemma, gelu": ("gemma", SMALL | {"head_dim": 16, "hidden_act": "gelu"}),

@@ -1,0 +1,88 @@
+"""Load mixtures of experts: Mixtral, Qwen 2 and 3 MoE, OLMoE.
+
+Jiang et al., "Mixtral of Experts", 2024; Qwen Team, "Qwen2", 2024, and "Qwen3", 2025; Muennighoff
+et al., "OLMoE", 2024. A folder has the matrices of each expert, or those of all experts in one
+tensor.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minimha.layers.feed_forward import FeedForward
+from minimha.models.checkpoints.settings import Settings
+from minimha.models.checkpoints.tensors import Tensors
+from minimha.models.config import Config
+from minimha.models.experts import Experts
+
+MOST = 1 << 12  # experts of a layer
+GATED = ("gate_proj", "up_proj", "down_proj")  # the names of a gated feed-forward's matrices
+
+
+class Mixture(NamedTuple):
+    """How a family spells its mixtures: settings of a config.json, and names of tensors."""
+
+    width: str  # the setting with the width of an expert
+    part: str = "mlp"  # of the layer
+    names: tuple[str, ...] = GATED
+    top_k: int = 8
+    is_normalised: bool | None = False  # if norm_topk_prob is missing; None if it is no setting
+    is_shared: bool = False
+
+
+MIXTURES = {
+    "mixtral": Mixture("intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"), 2, None),
+    "qwen2_moe": Mixture("moe_intermediate_size", top_k=4, is_shared=True),
+    "qwen3_moe": Mixture("moe_intermediate_size"),
+    "olmoe": Mixture("intermediate_size"),
+}
+
+
+def is_mixture(settings: Settings, n: int) -> bool:
+    """Return whether layer n has experts; in Qwen some layers may have none."""
+    kind = settings.text("model_type")
+    if not kind.startswith("qwen"):
+        return kind in MIXTURES
+    dense, every = settings.get("mlp_only_layers") or [], settings.count("decoder_sparse_step", 1)
+    if not isinstance(dense, list | tuple):
+        raise ValueError(
+            f"{settings.name}'s mlp_only_layers is {dense!r}: expected the numbers of layers"
+        )
+    return kind in MIXTURES and n not in dense and (n + 1) % every == 0
+
+
+def experts(settings: Settings, config: Config, tensors: Tensors, n: int) -> Experts:
+    """Return the mixture of layer n."""
+    mixture, E = MIXTURES[config.architecture], config.d_model
+    number = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
+    N, F = settings.count(number, high=MOST), settings.count(mixture.width)
+    at = f"model.layers.{n}.{mixture.part}"
+    gate, up, down = mixture.names
+    if f"{at}.experts.gate_up_proj" in tensors:  # all experts in one tensor
+        tensors.split_experts(f"{at}.experts", N, {gate: F, up: F}, down)
+    normalised, shared = mixture.is_normalised, None
+    if mixture.is_shared:
+        width = settings.count("shared_expert_intermediate_size")
+        shared = gated(config, tensors, f"{at}.shared_expert", width)
+    return Experts(
+        tensors.linear("r", f"{at}.gate", E, N)["W_r"],
+        [gated(config, tensors, f"{at}.experts.{e}", F, mixture.names) for e in range(N)],
+        settings.count("num_experts_per_tok", mixture.top_k, high=N),
+        True if normalised is None else settings.flag("norm_topk_prob", normalised),
+        shared=shared,
+        W_shared=tensors.linear("s", f"{at}.shared_expert_gate", E, 1)["W_s"] if shared else None,
+    )
+
+
+def gated(
+    config: Config, tensors: Tensors, at: str, F: int, names: tuple[str, ...] = GATED,
+    has_biases: bool = False,
+) -> FeedForward:  # fmt: skip
+    """Return the gated feed-forward of width F under ``at``; ``names``: of gate, up and down."""
+    gate, up, down = names
+    return FeedForward(
+        activation=config.activation,
+        **tensors.linear("gate", f"{at}.{gate}", config.d_model, F, has_biases),
+        **tensors.linear("in", f"{at}.{up}", config.d_model, F, has_biases),
+        **tensors.linear("out", f"{at}.{down}", F, config.d_model, has_biases),
+    )
