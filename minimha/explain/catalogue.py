@@ -47,7 +47,7 @@ ALIBI = "Press et al. 2022 (ALiBi), section 3"
 EXPERTS = "Shazeer et al. 2017 (mixtures of experts), section 2"
 MIXTRAL = "Jiang et al. 2024 (Mixtral), section 2.1"
 GEMMA2 = "Gemma Team 2024 (Gemma 2), section 2"
-INPUT = "expert_input|added_normed|added"  # the input of a feed-forward
+INPUT = "expert_input|parallel_normed|added_normed|added"  # the input of a feed-forward
 SCORES = ("B", "H", "Lq", "Lk")
 ROWS = ("B", "H", "Lq", "1")
 QUERIES = "q_rotated|q_clipped|q_layer_normed|q_normed|q"
@@ -525,6 +525,7 @@ CATALOGUE |= (
     | _of_norm("", "X", "x", "what enters the layer")
     | _of_norm("output_", "Y", "output", "what attention found")
     | _of_norm("added_", "Z", "added", "the residual stream")
+    | _of_norm("parallel_", "X", "x", "what enters the layer")
     | _of_norm("embedded_", "X", "embedded", "the embeddings")
     | _of_norm("post_residual_", "R", "post_residual", "what leaves the feed-forward")
     | _of_norm("feed_forward_", "F", "feed_forward", "what the feed-forward made")

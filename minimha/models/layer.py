@@ -45,6 +45,8 @@ class Layer:
         Options of ``minimha.attention``.
     norm_first : bool, default True
         Whether norms come first; False in the first transformer and in BERT.
+    is_parallel : bool, default False
+        Whether the feed-forward reads the layer's input x, beside attention: x + f(x) + g(x).
     cross : MultiHeadAttention, optional
         Attention from a decoder's rows to the encoder's.
     cross_norm : Norm, optional
@@ -67,6 +69,7 @@ class Layer:
     scale: float | None = None
     softcap: float | None = None
     norm_first: bool = True
+    is_parallel: bool = False
     cross: MultiHeadAttention | None = None
     cross_norm: Norm | None = None
 
@@ -75,9 +78,11 @@ class Layer:
 
         ``tap`` receives x, the steps of the parts, added, and residual, or post_residual if norms
         follow. The norms' steps are named after their inputs: normed (of x), output_normed,
-        added_normed, feed_forward_normed and post_residual_normed.
+        added_normed, feed_forward_normed and post_residual_normed; of the feed-forward's own input
+        x, parallel_normed.
         """
-        return self.feed(self.attend(x, tap, **options), tap)
+        added = self.attend(x, tap, **options)
+        return self.feed(added, tap, x if self.is_parallel else None)
 
     def attend(
         self, x: Array, tap: Tap = no_tap, *, is_causal: bool = False,
@@ -125,14 +130,18 @@ class Layer:
         assert self.cross is not None
         return self.cross.project(memory[:, :0], memory, memory)[1:]
 
-    def feed(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Return x + f(norm(x)), or norm(x + f(x)) if norms come last; f is the feed-forward."""
+    def feed(self, x: Array, tap: Tap = no_tap, source: Array | None = None) -> Array:
+        """Return x + f(norm(x)), or norm(x + f(x)) if norms come last; f is the feed-forward.
+
+        A ``source`` (B, L, E) is read by f instead of x.
+        """
         norm = self.feed_forward_norm
         if not self.norm_first:
             assert norm is not None  # a layer whose norms come last has them
             summed = tap("post_residual", x + self.feed_forward(x, tap))
             return norm(summed, prefixed(tap, "post_residual_"))
-        y = self.feed_forward(x if norm is None else norm(x, prefixed(tap, "added_")), tap)
+        y, prefix = (x, "added_") if source is None else (source, "parallel_")
+        y = self.feed_forward(y if norm is None else norm(y, prefixed(tap, prefix)), tap)
         if self.feed_forward_output_norm is not None:
             y = self.feed_forward_output_norm(y, prefixed(tap, "feed_forward_"))
         return np.asarray(tap("residual", x + y))

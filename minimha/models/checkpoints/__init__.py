@@ -29,13 +29,13 @@ Model: TypeAlias = "Transformer | Encoder | EncoderDecoder"
 
 # The module that reads each architecture, by ``model_type`` in config.json.
 FAMILIES = {
-    "gpt2": "gpt2",
+    "gpt2": "gpt2", "gpt_neox": "gpt_neox",
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama",
     "phi3": "llama", "olmo2": "llama", "olmo3": "llama",
     "smollm3": "llama", "mixtral": "llama", "qwen2_moe": "llama", "qwen3_moe": "llama",
     "olmoe": "llama",
     "gemma": "gemma", "gemma2": "gemma", "gemma3_text": "gemma", "gemma3": "gemma",
-    "bert": "bert", "t5": "t5",
+    "bert": "bert", "roberta": "bert", "xlm-roberta": "bert", "camembert": "bert", "t5": "t5",
 }  # fmt: skip
 
 
@@ -65,17 +65,18 @@ def load(path: str | Path) -> Model:
     -----
     What of each family is computed, by its module in ``minimha.models.checkpoints``:
 
-    ======  ======================================  ==============================================
-    module  model_type in config.json               features
-    ======  ======================================  ==============================================
-    gpt2    gpt2                                    learned positions, layer norms
-    llama   llama, mistral, qwen2, qwen3, phi3,     RoPE with any scaling below, windows, gates,
-            olmo2, olmo3, smollm3                   norms of inputs, outputs, queries and keys
-            mixtral, qwen2_moe, qwen3_moe, olmoe    mixtures of experts, a shared expert
-    gemma   gemma, gemma2, gemma3_text, gemma3      caps, local and global layers; text, no images
-    bert    bert                                    an encoder, with the head of masked tokens
-    t5      t5                                      an encoder and a decoder, relative positions
-    ======  ======================================  ==============================================
+    ========  ======================================  ==========================================
+    module    model_type in config.json               features
+    ========  ======================================  ==========================================
+    gpt2      gpt2                                    learned positions, layer norms
+    gpt_neox  gpt_neox                                attention and feed-forward side by side
+    llama     llama, mistral, qwen2, qwen3, phi3,     RoPE with any scaling below, windows,
+              olmo2, olmo3, smollm3, mixtral,         norms of inputs, outputs, queries and
+              qwen2_moe, qwen3_moe, olmoe             keys, mixtures of experts
+    gemma     gemma, gemma2, gemma3_text, gemma3      caps, local layers; of images no part
+    bert      bert, roberta, xlm-roberta, camembert   encoders, with the head of masked tokens
+    t5        t5                                      an encoder and a decoder, relative positions
+    ========  ======================================  ==========================================
 
     RoPE's scalings are linear, dynamic, yarn, llama3 and longrope, and partial_rotary_factor.
 

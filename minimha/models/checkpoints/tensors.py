@@ -17,7 +17,10 @@ Array = NDArray[Any]
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # the upper half of a float32
 # Tensors of old checkpoints that are no weights: masks, and the angles of rotary embedding.
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+BUFFERS = (
+    ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+    ".rotary_emb.inv_freq",
+)  # fmt: skip
 
 
 class Tensors:

@@ -37,6 +37,11 @@ CASES = {
         "vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64,
         "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2,
     }),
+    "GPT-NeoX": ("gpt_neox", SMALL),
+    "GPT-NeoX, in turn": ("gpt_neox", SMALL | {
+        "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new",
+        "rotary_pct": 1.0, "rotary_emb_base": 500, "tie_word_embeddings": True,
+    }),
     "LLaMA 2": ("llama", SMALL),
     "LLaMA 3": ("llama", SMALL | {"rope_parameters": LLAMA3}),
     "LLaMA, tied": ("llama", SMALL | {"tie_word_embeddings": True}),

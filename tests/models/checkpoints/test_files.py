@@ -402,7 +402,10 @@ def test_buffers_of_old_checkpoints_are_no_weights(tensors):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "bloom"}, "model_type is 'bloom': expected one of gpt2, llama, mistral"),
+        (
+            {"model_type": "bloom"},
+            "model_type is 'bloom': expected one of gpt2, gpt_neox, llama, mis",
+        ),
         ({"model_type": None}, "config.json's model_type is missing"),
         ({"hidden_size": None}, "config.json's hidden_size is missing"),
         ({"hidden_size": -8}, "config.json's hidden_size is -8: expected an integer of at least 1"),
