@@ -44,6 +44,7 @@ SHAZEER = "Vaswani et al. 2017, section 3.3; gated: Shazeer 2020 (GLU variants)"
 EMBEDDINGS = "Vaswani et al. 2017, section 3.4"
 RESIDUAL = "Vaswani et al. 2017, section 3.1"
 ALIBI = "Press et al. 2022 (ALiBi), section 3"
+GPT_OSS = "OpenAI 2025 (gpt-oss)"
 EXPERTS = "Shazeer et al. 2017 (mixtures of experts), section 2"
 MIXTRAL = "Jiang et al. 2024 (Mixtral), section 2.1"
 GEMMA2 = "Gemma Team 2024 (Gemma 2), section 2"
@@ -232,12 +233,18 @@ CATALOGUE: dict[str, Entry] = {
         made=("product", INPUT, "W_gate", "b_gate?"),
         tex=r"G = Z' W_{\mathrm{gate}} \text{, } + b_{\mathrm{gate}} \text{ where given}"),
     "activated": _formula("Φ", ("B", "L", "F"), "Φ = φ(U), φ(G) where it is gated",
-        "The activation φ (ReLU, GELU, SiLU), number by number: negative ones nearly vanish.",
-        SHAZEER, made=("activation", "gate_input|expanded"), tex_symbol=r"\Phi",
+        "The activation φ (ReLU, GELU, SiLU, …), number by number: negative ones nearly vanish.",
+        SHAZEER, made=("activation", "gate_limited|gate_input|expanded"), tex_symbol=r"\Phi",
         tex=r"\Phi = \varphi(U) \text{, } \varphi(G) \text{ where it is gated}"),
+    "gate_limited": _formula("G", ("B", "L", "F"), "G ← min(G, limit)",
+        "No gate's input is above the limit.", GPT_OSS,
+        tex=r"G \leftarrow \min(G, \mathrm{limit})"),
+    "expanded_limited": _formula("U", ("B", "L", "F"), "U ← 1 + U, clipped to ±limit before",
+        "What the gates multiply: 1 where the wide row has 0.", GPT_OSS,
+        tex=r"U \leftarrow 1 + \min(\max(U, -\mathrm{limit}), \mathrm{limit})"),
     "gated_product": _formula("U", ("B", "L", "F"), "U ← Φ · U, entry by entry",
         "What the gates let through.", "Shazeer 2020 (GLU variants)",
-        made=("times", "activated", "expanded"), tex=r"U \leftarrow \Phi \odot U"),
+        made=("times", "activated", "expanded_limited|expanded"), tex=r"U \leftarrow \Phi \odot U"),
     "feed_forward": _formula("F", ("B", "L", "E"),
         "F = Φ W_out, U W_out where it is gated, + b_out where given",
         "What the feed-forward computes for each token, without the other tokens.", SHAZEER,

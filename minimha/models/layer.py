@@ -41,6 +41,7 @@ class Layer:
         Norms of each part's output, before it is added to the input.
     window : int, optional
         The largest number of tokens that a causal query sees, itself included. Default is all.
+    sinks : ndarray of shape (H,), optional
     scale, softcap : float, optional
         Options of ``minimha.attention``.
     norm_first : bool, default True
@@ -70,6 +71,7 @@ class Layer:
     softcap: float | None = None
     norm_first: bool = True
     is_parallel: bool = False
+    sinks: Array | None = None
     cross: MultiHeadAttention | None = None
     cross_norm: Norm | None = None
 
@@ -93,6 +95,7 @@ class Layer:
         A ``cache`` makes the attention causal.
         """
         options |= {"scale": self.scale, "softcap": self.softcap, "cache": cache}
+        options["sinks"] = self.sinks
         if is_causal and cache is None:
             window = None if self.window is None else (self.window - 1, 0)
             options |= {"is_causal": True, "window_size": window}

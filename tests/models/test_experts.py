@@ -8,7 +8,8 @@ from models import plain
 
 from minimha.explain import Trace
 from minimha.layers.feed_forward import FeedForward
-from minimha.models.checkpoints import from_tensors
+from minimha.models.checkpoints import from_tensors, load
+from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.experts import Experts
 
 E, F, N = 4, 6, 5
@@ -115,23 +116,6 @@ def tensors():
     return held
 
 
-def test_all_experts_in_one_tensor_are_the_same_model(tensors):
-    fused = {name: W for name, W in tensors.items() if ".experts." not in name}
-    for n in range(2):
-        at = AT.format(n)
-        w1, w2, w3 = (
-            np.stack([tensors[f"{at}.{e}.{name}.weight"] for e in range(3)])
-            for name in ("w1", "w2", "w3")
-        )
-        fused[f"{at}.gate_up_proj"] = np.concatenate([w1, w3], axis=1)
-        fused[f"{at}.down_proj"] = w2
-    expected = from_tensors(MIXTRAL, tensors).logits([1, 2, 3])
-    np.testing.assert_array_equal(from_tensors(MIXTRAL, fused).logits([1, 2, 3]), expected)
-    fused[f"{AT.format(1)}.down_proj"] = np.ones((2, 8, 12))
-    with pytest.raises(ValueError, match=r"down_proj has shape \(2, 8, 12\): expected one matrix"):
-        from_tensors(MIXTRAL, fused)
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -151,3 +135,78 @@ def test_all_experts_in_one_tensor_are_the_same_model(tensors):
 def test_hostile_mixtures_end_in_a_sentence(changes, sentence, tensors):
     with pytest.raises(ValueError, match=sentence):
         from_tensors(MIXTRAL | changes, tensors)
+
+
+OSS = {
+    "model_type": "gpt_oss", "vocab_size": 23, "max_position_embeddings": 12, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2,
+}  # fmt: skip
+MXFP4 = OSS | {"quantization_config": {"quant_method": "mxfp4"}}
+PACKED = {"gate_up_proj": (3, 128, 1, 16), "down_proj": (3, 32, 2, 16)}  # experts, columns, rows
+
+
+def oss_tensors(rng):
+    """A gpt-oss as it is released: experts in MXFP4."""
+    shapes = {"lm_head": (23, 32), "model.embed_tokens": (23, 32), "model.norm": (32,)}
+    at = "model.layers.0"
+    shapes |= {f"{at}.{name}_layernorm": (32,) for name in ("input", "post_attention")}
+    shapes |= {f"{at}.mlp.router": (3, 32)}
+    for letter, rows, columns in (("q", 32, 32), ("k", 16, 32), ("v", 16, 32), ("o", 32, 32)):
+        shapes[f"{at}.self_attn.{letter}_proj"] = rows, columns
+    held = {f"{name}.weight": rng.normal(size=shape) for name, shape in shapes.items()}
+    linear = [name for name in shapes if "_proj" in name or "router" in name]
+    held |= {f"{name}.bias": rng.normal(size=shapes[name][:1]) for name in linear}
+    held[f"{at}.self_attn.sinks"] = rng.normal(size=4)
+    for name, shape in PACKED.items():
+        held[f"{at}.mlp.experts.{name}_bias"] = rng.normal(size=shape[:2])
+    held = {name: array.astype(np.float32) for name, array in held.items()}
+    for name, shape in PACKED.items():
+        held[f"{at}.mlp.experts.{name}_blocks"] = rng.integers(0, 256, shape, np.uint8)
+        held[f"{at}.mlp.experts.{name}_scales"] = rng.integers(122, 127, shape[:3], np.uint8)
+    return held
+
+
+def widened(blocks, scales):
+    """The numbers of MXFP4, one after the other, from the words of its specification."""
+    result = np.empty((*scales.shape, 32), np.float32)
+    for at in np.ndindex(*result.shape):
+        byte = int(blocks[(*at[:3], at[3] // 2)])
+        four = byte >> 4 if at[3] % 2 else byte & 15
+        exponent, mantissa = four >> 1 & 3, four & 1
+        size = 2 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2
+        result[at] = (-size if four & 8 else size) * 2.0 ** (int(scales[at[:3]]) - 127)
+    return result.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+
+
+def test_gpt_oss_in_mxfp4_is_the_model_with_its_numbers_widened(tmp_path):
+    held = oss_tensors(np.random.default_rng(3))
+    wide = dict(held)
+    for name in PACKED:
+        at = f"model.layers.0.mlp.experts.{name}"
+        wide[at] = widened(wide.pop(f"{at}_blocks"), wide.pop(f"{at}_scales"))
+    expected = from_tensors(OSS, wide).logits([1, 2, 3])
+    assert np.isfinite(expected).all()
+    got = load(plain.write(tmp_path, MXFP4, held)).logits([1, 2, 3])
+    np.testing.assert_array_equal(got, expected)
+    with pytest.raises(ValueError, match=r"quant_method.*: only None is implemented"):
+        from_tensors(MXFP4 | {"quantization_config": {"quant_method": "gptq"}}, held)
+    with pytest.raises(
+        ValueError, match=r"quantization_config is \{'quant_method': 'mxfp4'\}: only"
+    ):
+        from_tensors(MXFP4 | {"model_type": "mixtral"}, held)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    with pytest.raises(ValueError, match=r"_scales has shape \(3, 32, 1\) and uint8: expected"):
+        from_tensors(MXFP4, held | {name: held[name][..., :1]})
+
+
+def test_mxfp4_is_read_as_transformers_reads_it():
+    reason = "transformers, to compare with, is not installed"
+    theirs = pytest.importorskip("transformers.integrations.mxfp4", reason=reason)
+    torch = pytest.importorskip("torch", reason="torch, which transformers needs, is missing")
+    held = oss_tensors(np.random.default_rng(4))
+    at = "model.layers.0.mlp.experts.down_proj"
+    packed = [held[f"{at}_{part}"] for part in ("blocks", "scales")]
+    wanted = theirs.convert_moe_packed_tensors(*map(torch.from_numpy, packed), dtype=torch.float32)
+    got = Tensors(held).take_mxfp4(at, 3, 32, 64).swapaxes(1, 2)
+    np.testing.assert_array_equal(got, wanted.numpy())

@@ -33,7 +33,7 @@ FAMILIES = {
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama",
     "phi3": "llama", "olmo2": "llama", "olmo3": "llama",
     "smollm3": "llama", "mixtral": "llama", "qwen2_moe": "llama", "qwen3_moe": "llama",
-    "olmoe": "llama",
+    "olmoe": "llama", "gpt_oss": "llama",
     "gemma": "gemma", "gemma2": "gemma", "gemma3_text": "gemma", "gemma3": "gemma",
     "bert": "bert", "roberta": "bert", "xlm-roberta": "bert", "camembert": "bert", "t5": "t5",
 }  # fmt: skip
@@ -72,7 +72,7 @@ def load(path: str | Path) -> Model:
     gpt_neox  gpt_neox                                attention and feed-forward side by side
     llama     llama, mistral, qwen2, qwen3, phi3,     RoPE with any scaling below, windows,
               olmo2, olmo3, smollm3, mixtral,         norms of inputs, outputs, queries and
-              qwen2_moe, qwen3_moe, olmoe             keys, mixtures of experts
+              qwen2_moe, qwen3_moe, olmoe, gpt_oss    keys, mixtures of experts, sinks, MXFP4
     gemma     gemma, gemma2, gemma3_text, gemma3      caps, local layers; of images no part
     bert      bert, roberta, xlm-roberta, camembert   encoders, with the head of masked tokens
     t5        t5                                      an encoder and a decoder, relative positions
@@ -135,7 +135,9 @@ def _family(settings: Settings) -> Any:
             f"{settings.name}'s model_type is {architecture!r}: expected one of "
             f"{', '.join(FAMILIES)}"
         )
-    settings.expect("quantization_config", None)
+    is_mxfp4 = settings.section("quantization_config").get("quant_method") == "mxfp4"
+    if not is_mxfp4 or architecture != "gpt_oss":
+        settings.expect("quantization_config", None)
     return import_module(f"{__name__}.{FAMILIES[architecture]}")
 
 

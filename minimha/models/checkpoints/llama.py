@@ -40,6 +40,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
     "qwen3_moe": {"num_key_value_heads": 4},
     "olmoe": {"rms_norm_eps": 1e-5},
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+    },
     "smollm3": {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
 }
 
@@ -58,6 +66,7 @@ def transformer(
     tensors.add_prefix("model.", "embed_tokens.weight")
     tokens = tensors.take("model.embed_tokens.weight", config.vocabulary, config.d_model)
 
+    has_sinks = config.architecture == "gpt_oss"
     clip = settings.optional("clip_qkv") if config.architecture == "olmoe" else None
     if config.architecture in FUSED:
         _split(config, tensors)
@@ -80,6 +89,9 @@ def transformer(
             second if is_after else None,
             other if is_after else None,
             window=config.windows[n],
+            sinks=tensors.take(f"model.{at}.self_attn.sinks", config.num_heads)
+            if has_sinks
+            else None,
         )
 
     return Transformer(
@@ -122,6 +134,8 @@ def _may_be_local(settings: Settings, layers: int) -> list[bool]:
     kind, first = settings.text("model_type"), settings.count("max_window_layers", 28, low=0)
     if kind == "smollm3":
         return [not has_rope for has_rope in _has_rope(settings, layers)]
+    if kind == "gpt_oss":
+        return [n % 2 == 0 for n in range(layers)]
     if kind == "olmo3":
         return [(n + 1) % 4 > 0 for n in range(layers)]
     if kind == "qwen2_moe":
@@ -170,7 +184,9 @@ def _split(config: Config, tensors: Tensors) -> None:
 def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
     """Return each layer's window: Mistral has one for all, Qwen may have one from some layer on."""
     kind, window = settings.text("model_type"), None
-    is_used = kind in (*ONE_WINDOW, "olmo3") or settings.flag("use_sliding_window", False)
+    is_used = kind in (*ONE_WINDOW, "olmo3", "gpt_oss") or settings.flag(
+        "use_sliding_window", False
+    )
     if is_used and settings.get("sliding_window") is not None:
         window = settings.count("sliding_window")
     if kind in ONE_WINDOW:

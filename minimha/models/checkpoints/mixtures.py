@@ -1,20 +1,23 @@
-"""Load mixtures of experts: Mixtral, Qwen 2 and 3 MoE, OLMoE.
+"""Load mixtures of experts: Mixtral, Qwen 2 and 3 MoE, OLMoE, gpt-oss.
 
 Jiang et al., "Mixtral of Experts", 2024; Qwen Team, "Qwen2", 2024, and "Qwen3", 2025; Muennighoff
-et al., "OLMoE", 2024. A folder has the matrices of each expert, or those of all experts in one
-tensor.
+et al., "OLMoE", 2024. OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025: biases everywhere,
+gates that are limited, and matrices in bfloat16 or in MXFP4.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from minimha.layers.feed_forward import FeedForward
 from minimha.models.checkpoints.settings import Settings
-from minimha.models.checkpoints.tensors import Tensors
+from minimha.models.checkpoints.tensors import Array, Tensors
 from minimha.models.config import Config
 from minimha.models.experts import Experts
 
+GPT_OSS = "gpt_oss"
 MOST = 1 << 12  # experts of a layer
 GATED = ("gate_proj", "up_proj", "down_proj")  # the names of a gated feed-forward's matrices
 
@@ -42,7 +45,7 @@ def is_mixture(settings: Settings, n: int) -> bool:
     """Return whether layer n has experts; in Qwen some layers may have none."""
     kind = settings.text("model_type")
     if not kind.startswith("qwen"):
-        return kind in MIXTURES
+        return kind in MIXTURES or kind == GPT_OSS
     dense, every = settings.get("mlp_only_layers") or [], settings.count("decoder_sparse_step", 1)
     if not isinstance(dense, list | tuple):
         raise ValueError(
@@ -53,13 +56,12 @@ def is_mixture(settings: Settings, n: int) -> bool:
 
 def experts(settings: Settings, config: Config, tensors: Tensors, n: int) -> Experts:
     """Return the mixture of layer n."""
+    if config.architecture == GPT_OSS:
+        return _of_gpt_oss(settings, config, tensors, f"model.layers.{n}.mlp")
     mixture, E = MIXTURES[config.architecture], config.d_model
     number = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     N, F = settings.count(number, high=MOST), settings.count(mixture.width)
     at = f"model.layers.{n}.{mixture.part}"
-    gate, up, down = mixture.names
-    if f"{at}.experts.gate_up_proj" in tensors:  # all experts in one tensor
-        tensors.split_experts(f"{at}.experts", N, {gate: F, up: F}, down)
     normalised, shared = mixture.is_normalised, None
     if mixture.is_shared:
         width = settings.count("shared_expert_intermediate_size")
@@ -72,6 +74,33 @@ def experts(settings: Settings, config: Config, tensors: Tensors, n: int) -> Exp
         shared=shared,
         W_shared=tensors.linear("s", f"{at}.shared_expert_gate", E, 1)["W_s"] if shared else None,
     )
+
+
+def _of_gpt_oss(settings: Settings, config: Config, tensors: Tensors, at: str) -> Experts:
+    E, F, N = config.d_model, config.d_ff, settings.count("num_local_experts", 128, high=MOST)
+    settings.expect("swiglu_alpha", 1.702)  # of quick_gelu
+    router = tensors.linear("r", f"{at}.router", E, N, has_bias=True)
+    W, b = _matrices(tensors, f"{at}.experts.gate_up_proj", N, E, 2 * F)
+    W_out, b_out = _matrices(tensors, f"{at}.experts.down_proj", N, F, E)
+    (W_gate, W_in), (b_gate, b_in) = (
+        [np.ascontiguousarray(both[..., first::2]) for first in (0, 1)] for both in (W, b)
+    )
+    limit = settings.number("swiglu_limit", 7.0, 0)
+    parts = zip(W_in, W_out, b_in, b_out, W_gate, b_gate, strict=True)
+    experts = [
+        FeedForward(w_in, w_out, "quick_gelu", bias, b_last, w_gate, b_first, limit)
+        for w_in, w_out, bias, b_last, w_gate, b_first in parts
+    ]
+    top_k = settings.count("num_experts_per_tok", 4, high=N)
+    return Experts(router["W_r"], experts, top_k, b_router=router["b_r"])
+
+
+def _matrices(tensors: Tensors, name: str, N: int, rows: int, columns: int) -> tuple[Array, Array]:
+    """Return gpt-oss's N matrices (N, rows, columns), from MXFP4 if they are, and their biases."""
+    bias = tensors.take(f"{name}_bias", N, columns)
+    if f"{name}_blocks" in tensors:
+        return tensors.take_mxfp4(name, N, columns, rows).swapaxes(1, 2), bias
+    return tensors.take(name, N, rows, columns), bias
 
 
 def gated(

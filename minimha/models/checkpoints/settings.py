@@ -27,7 +27,7 @@ LOCAL, GLOBAL = KINDS = ("sliding_attention", "full_attention")
 # The activations by their names in config.json.
 ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu", "swish": "silu",
+    "silu": "silu", "swish": "silu", "quick_gelu": "quick_gelu", "relu2": "relu_squared",
 }  # fmt: skip
 # For each kind of rope_scaling: the class, and our names of required and of optional settings.
 SCALINGS: dict[str, tuple[type[Any], dict[str, str], dict[str, str]]] = {

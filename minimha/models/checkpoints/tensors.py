@@ -16,6 +16,8 @@ from minimha.models.config import Config
 Array = NDArray[Any]
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # the upper half of a float32
+# The numbers of four bits: a sign, two bits of exponent, one of mantissa.
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 # Tensors of old checkpoints that are no weights: masks, and the angles of rotary embedding.
 BUFFERS = (
     ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
@@ -52,6 +54,25 @@ class Tensors:
         if self._has_no_head:
             self._left = {prefix + name: array for name, array in self._left.items()}
 
+    def take_mxfp4(self, name: str, *shape: int) -> Array:
+        """Remove ``name``_blocks and ``name``_scales and return their numbers (..., rows, columns).
+
+        32 numbers of a row share a scale, 2^(byte - 127); a byte has two of them, the lower half
+        first (Open Compute Project, "Microscaling Formats", 2023).
+        """
+        *lead, columns = shape
+        expected = {"blocks": (*lead, columns // 32, 16), "scales": (*lead, columns // 32)}
+        parts = [np.asarray(self._left.pop(f"{name}_{part}", None)) for part in expected]
+        for (part, wanted), array in zip(expected.items(), parts, strict=True):
+            if array.shape != wanted or array.dtype != np.uint8:
+                raise ValueError(
+                    f"tensor {name}_{part} has shape {array.shape} and {array.dtype}: expected "
+                    f"{wanted} and uint8"
+                )
+        blocks, scales = parts
+        numbers = FP4[np.stack([blocks & 15, blocks >> 4], axis=-1)].reshape(*scales.shape, 32)
+        return np.asarray(np.ldexp(numbers, scales[..., None] - np.int32(127)).reshape(shape))
+
     def rename(self, prefixes: Mapping[str, str | None]) -> None:
         """Replace the first of ``prefixes`` that a name begins with; None drops the tensor."""
         renamed = {}
@@ -75,20 +96,6 @@ class Tensors:
             start, stop = stop, stop + count
             self._left[f"{at}.{part}.{name.rpartition('.')[2]}"] = whole[start:stop]
 
-    def split_experts(self, at: str, N: int, rows: Mapping[str, int], down: str) -> None:
-        """Replace the tensors of all N experts under ``at`` by views, as ``split`` does."""
-        for name in ("gate_up_proj", "down_proj"):
-            whole: Any = self._left.pop(f"{at}.{name}", None)
-            if len(np.shape(whole)) != 3 or np.shape(whole)[0] != N:
-                raise ValueError(
-                    f"tensor {at}.{name} has shape {np.shape(whole)}: expected one matrix for each "
-                    f"of {N} experts"
-                )
-            part = f"{down}.weight" if name == "down_proj" else f"{name}.weight"
-            self._left |= {f"{at}.{e}.{part}": matrix for e, matrix in enumerate(whole)}
-        for e in range(N):
-            self.split(f"{at}.{e}", "gate_up_proj.weight", rows)
-
     def leave(self, *names: str) -> None:
         """Drop the tensors ``names``, which the model does not need."""
         for name in names:
@@ -96,7 +103,7 @@ class Tensors:
 
     def linear(
         self, ours: str, name: str, rows: int, columns: int, has_bias: bool = False
-    ) -> dict[str, Array]:
+    ) -> dict[str, Any]:
         """Return a dictionary with ``name``'s weight as W_``ours`` and its bias as b_``ours``.
 
         torch stores the weight as (columns, rows); W_ours (rows, columns) is its transposed view.

@@ -32,6 +32,9 @@ LONGROPE = {
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 GEMMA = SMALL | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}
 QWEN_MOE = SMALL | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+OSS = SMALL | {
+    "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5,
+}  # fmt: skip
 CASES = {
     "GPT-2": ("gpt2", {
         "vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64,
@@ -46,6 +49,8 @@ CASES = {
     "LLaMA 3": ("llama", SMALL | {"rope_parameters": LLAMA3}),
     "LLaMA, tied": ("llama", SMALL | {"tie_word_embeddings": True}),
     "LLaMA, biases": ("llama", SMALL | {"attention_bias": True, "mlp_bias": True}),
+    "LLaMA, quick GELU": ("llama", SMALL | {"hidden_act": "quick_gelu"}),
+    "LLaMA, squared ReLU": ("llama", SMALL | {"hidden_act": "relu2"}),
     "LLaMA, mscale": ("llama", SMALL | {"rope_parameters": YARN | MAGNITUDES}),
     "Phi 3": ("phi3", SMALL | {"sliding_window": 7}),
     "Phi 3, long": ("phi3", SMALL | {
@@ -104,6 +109,11 @@ CASES = {
     "OLMoE": ("olmoe", SMALL | {"num_experts": 6, "num_experts_per_tok": 2}),
     "OLMoE, clipped": ("olmoe", SMALL | {
         "num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.8, "norm_topk_prob": True,
+    }),
+    "gpt-oss": ("gpt_oss", OSS),
+    "gpt-oss, limited": ("gpt_oss", OSS | {
+        "swiglu_limit": 0.5, "sliding_window": 3, "layer_types": [GLOBAL, LOCAL, LOCAL],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }),
     "Gemma": ("gemma", SMALL | {"head_dim": 16}),
     "Gemma, gelu": ("gemma", SMALL | {"head_dim": 16, "hidden_act": "gelu"}),
