@@ -178,7 +178,8 @@ class Settings:
         base = parameters.number("rope_theta", base if self.get(old) is None else self.number(old))
         rule = parameters._scaling({key: self.get(key) for key in (ORIGINAL, LONGEST)})
         rope = RoPE(head_dim, base, rotary_dim=rotary, scaling=rule)
-        rope.frequencies()  # raises here what would be raised when it is used
+        if rule is not None:
+            rope.frequencies()  # raises here what would be raised when it is used
         return rope
 
     def _scaling(self, lengths: Mapping[str, Any]) -> Scaling | None:
