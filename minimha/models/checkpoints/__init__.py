@@ -39,6 +39,17 @@ FAMILIES = {
 }  # fmt: skip
 
 
+# What others need that is not implemented, and the nearest family that works.
+NEAREST = {
+    "cohere": ("layer norms without biases", "gpt_neox"), "falcon": ("one key for all", "gpt_neox"),
+    "deepseek_v2": ("latent attention", "qwen2_moe"), "gemma3n": ("rows for each layer", "gemma3"),
+    "deepseek_v3": ("latent attention, groups of experts", "qwen3_moe"), "whisper": ("sound", "t5"),
+    "granite": ("factors of embeddings, residuals and logits", "llama"), "bloom": ("ALiBi", "gpt2"),
+    "modernbert": ("windows and RoPE in an encoder", "bert"), "stablelm": ("layer norms", "llama"),
+    "phi": ("one norm for parallel parts", "gpt_neox"), "starcoder2": ("layer norms", "mistral"),
+}  # fmt: skip
+
+
 def load(path: str | Path) -> Model:
     """Load a model from a folder or a file on this machine.
 
@@ -96,7 +107,8 @@ def load(path: str | Path) -> Model:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: expected one with config.json, or a .gguf file")
     config = read_json(folder / "config.json")
-    _family(Settings(config))  # check the family before reading anything large
+    settings = Settings(config)
+    _family(settings).read_config(settings)  # refuse what is unknown before reading anything large
     tokenizer, generation = folder / "tokenizer.json", folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     return from_tensors(
@@ -131,8 +143,10 @@ def _family(settings: Settings) -> Any:
     """Return the module for this model's family."""
     architecture = settings.text("model_type")
     if architecture not in FAMILIES:
+        feature, near = NEAREST.get(architecture, (None, None))
+        needs = f", which needs {feature} (the nearest that works is {near})" if near else ""
         raise ValueError(
-            f"{settings.name}'s model_type is {architecture!r}: expected one of "
+            f"{settings.name}'s model_type is {architecture!r}{needs}: expected one of "
             f"{', '.join(FAMILIES)}"
         )
     is_mxfp4 = settings.section("quantization_config").get("quant_method") == "mxfp4"

@@ -43,11 +43,8 @@ def transformer(
 ) -> Transformer:
     """Return the model of these settings and tensors."""
     if settings.text("model_type") == "gemma3":
-        tied = {"tie_word_embeddings": settings.get("tie_word_embeddings")}
-        text = {**tied, **settings.section("text_config"), "model_type": "gemma3_text"}
-        settings = Settings(text, f"{settings.name}'s text_config")
         tensors.rename(PREFIXES)
-    settings = settings.with_defaults(DEFAULTS.get(settings.text("model_type"), {}))
+    settings = _of_text(settings)
     config = read_config(settings)
     with_bias = "qkvo" if settings.flag("attention_bias", False) else ""
     tensors.add_prefix("model.", "embed_tokens.weight")
@@ -85,6 +82,7 @@ def transformer(
 
 def read_config(settings: Settings) -> Config:
     """Return the sizes and settings in a config.json."""
+    settings = _of_text(settings)
     settings.expect("use_bidirectional_attention", None, False)
     D, layers = settings.count("head_dim", 256), settings.count("num_hidden_layers", high=DEEPEST)
     every = settings.count("sliding_window_pattern", 6 if _is_third(settings) else 2)
@@ -112,6 +110,15 @@ def read_config(settings: Settings) -> Config:
         softcap=settings.optional("attn_logit_softcapping"),
         logit_softcap=settings.optional("final_logit_softcapping"),
     )  # fmt: skip
+
+
+def _of_text(settings: Settings) -> Settings:
+    """Return the settings of the part for text, with defaults for those that are missing."""
+    if settings.text("model_type") == "gemma3":
+        tied = {"tie_word_embeddings": settings.get("tie_word_embeddings")}
+        text = {**tied, **settings.section("text_config"), "model_type": "gemma3_text"}
+        settings = Settings(text, f"{settings.name}'s text_config")
+    return settings.with_defaults(DEFAULTS.get(settings.text("model_type"), {}))
 
 
 def _activation(settings: Settings) -> Activation:

@@ -56,7 +56,7 @@ def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Transformer:
     """Return the model of these settings and tensors."""
-    settings = settings.with_defaults(DEFAULTS.get(settings.text("model_type"), {}))
+    settings = _filled(settings)
     config = read_config(settings)
     has_biases, has_mlp_biases = (
         settings.flag(key, False) for key in ("attention_bias", "mlp_bias")
@@ -106,6 +106,7 @@ def transformer(
 
 def read_config(settings: Settings) -> Config:
     """Return the sizes and settings in a config.json."""
+    settings = _filled(settings)
     E, H = settings.count("hidden_size"), settings.count("num_attention_heads")
     if settings.get("head_dim") is None:
         D = settings.quotient("hidden_size", "num_attention_heads")
@@ -179,6 +180,10 @@ def _split(config: Config, tensors: Tensors) -> None:
         rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         tensors.split(f"{at}.self_attn", "qkv_proj.weight", rows)
         tensors.split(f"{at}.mlp", "gate_up_proj.weight", dict.fromkeys(GATED[:2], config.d_ff))
+
+
+def _filled(settings: Settings) -> Settings:
+    return settings.with_defaults(DEFAULTS.get(settings.text("model_type"), {}))
 
 
 def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:

@@ -190,7 +190,16 @@ def test_an_unknown_architecture_is_refused_before_anything_large_is_read(folder
     (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "phi"}))
     (folder / "tokenizer.json").write_text("[")
     (folder / "model.safetensors").write_bytes(b"")
-    refused("config.json's model_type is 'phi': expected one of gpt2", load, folder)
+    refused("is 'phi', which needs one norm for parallel parts (the nearest", load, folder)
+    for changes, sentence in (
+        ({"hidden_act": "mish"}, "config.json's hidden_act is 'mish': expected one of relu"),
+        ({"model_type": "olmo3", "layer_types": [1]}, "config.json's layer_types is [1]: expected"),
+        ({"model_type": "gemma3"}, "config.json's text_config's num_hidden_layers is missing"),
+        ({"model_type": "gpt_neox", "rotary_pct": 2}, "rotary_dim is 4: expected at most"),
+        ({"model_type": "roberta", "pad_token_id": 11}, "pad_token_id is 11: expected at most 10"),
+    ):
+        (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+        refused(sentence, load, folder)
 
 
 NAMES = ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"]
@@ -403,9 +412,11 @@ def test_buffers_of_old_checkpoints_are_no_weights(tensors):
     ("changes", "sentence"),
     [
         (
-            {"model_type": "bloom"},
-            "model_type is 'bloom': expected one of gpt2, gpt_neox, llama, mis",
+            {"model_type": "granite"},
+            "model_type is 'granite', which needs factors of embeddings, residuals and logits (the "
+            "nearest that works is llama): expected one of gpt2",
         ),
+        ({"model_type": "mamba"}, "model_type is 'mamba': expected one of gpt2, gpt_neox, llama"),
         ({"model_type": None}, "config.json's model_type is missing"),
         ({"hidden_size": None}, "config.json's hidden_size is missing"),
         ({"hidden_size": -8}, "config.json's hidden_size is -8: expected an integer of at least 1"),
