@@ -49,8 +49,6 @@ def replacing(tap: Tap, replace: Steps) -> Iterator[Tap]:
     """Yield a tap that gives steps the values in ``replace``, then calls ``safe_tap(tap)``.
 
     Raises ValueError if a value does not fit its step or, at the end, if no step has a given name.
-
-    Raises ValueError if a value does not fit its step or, at the end, if no step has a given name.
     """
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace is {replace!r}: expected a dict from names of steps to arrays")

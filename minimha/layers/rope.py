@@ -108,9 +108,9 @@ class RoPE:
 
     def has_equal_angles(self, length: int, other: int) -> bool:
         """Return True if sequences of both lengths are rotated alike: a cache may grow so far."""
-        if not self.is_dynamic:
-            return True
-        return np.array_equal(self.frequencies(length), self.frequencies(other))
+        return not self.is_dynamic or np.array_equal(
+            self.frequencies(length), self.frequencies(other)
+        )
 
     def tables(
         self, positions: ArrayLike, *, repeated: bool = False, length: int | None = None

@@ -40,7 +40,7 @@ class Experts:
     shared : FeedForward, optional
         One more expert, for every token.
     W_shared : ndarray of shape (E, 1), optional
-        The gate of ``shared``: its output is multiplied by sigmoid(x W_shared). Default is no gate.
+        The gate of ``shared``: its output is multiplied by sigmoid(x W_shared).
 
     References
     ----------
@@ -64,12 +64,6 @@ class Experts:
     shared: FeedForward | None = None
     W_shared: Array | None = None
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= len(self.experts):
-            raise ValueError(
-                f"top_k is {self.top_k}: expected 1 to {len(self.experts)}, the number of experts"
-            )
-
     def __call__(self, x: Array, tap: Tap = no_tap) -> Array:
         """Return the output (..., L, E) for the tokens ``x`` (..., L, E).
 
@@ -88,7 +82,9 @@ class Experts:
             total[chosen] += shares[chosen, e, None] * output[0]
         total = total.reshape(x.shape)
         if self.shared is not None:
-            total = total + self._shared_output(self.shared, x, tap)
+            gate = 0.5 + 0.5 * np.tanh(0.5 * product(x, tap("W_shared", self.W_shared)))
+            output = _output(self.shared, x, staged(tap, "shared expert"))
+            total = total + tap("shared_gate", gate) * output
         return np.asarray(tap("feed_forward", total))
 
     def _shares(self, x: Array, tap: Tap) -> Array:
@@ -106,14 +102,6 @@ class Experts:
         if self.is_normalised:
             shares /= shares.sum(axis=-1, keepdims=True)
         return np.asarray(tap("expert_shares", shares))
-
-    def _shared_output(self, shared: FeedForward, x: Array, tap: Tap) -> Array:
-        """Return the output (..., L, E) of the shared expert, through its gate if it has one."""
-        output = _output(shared, x, staged(tap, "shared expert"))
-        if self.W_shared is None:
-            return output
-        z = product(x, tap("W_shared", self.W_shared))
-        return np.asarray(output * tap("shared_gate", 0.5 + 0.5 * np.tanh(0.5 * z)))
 
 
 def _output(expert: FeedForward, x: Array, tap: Tap) -> Array:

@@ -188,12 +188,13 @@ class Transformer:
                 f"the model has only {self.config.max_length} positions"
             )
         cache, read = self.new_cache(needed), tokens[:0]
+        ropes = set(filter(None, self.config.ropes))
 
         def logits(new: NDArray[np.int64]) -> Array:
             nonlocal replace, cache, read
             given, replace = replace, None
             start, read = len(read), np.concatenate([read, new])
-            if start and not self._has_equal_angles(start, len(read)):
+            if start and not all(rope.has_equal_angles(start, len(read)) for rope in ropes):
                 cache, new = self.new_cache(needed), read  # keys that were rotated otherwise
             with replacing(no_tap, given) as tap:
                 x = self.residual(new, cache=cache, backend=backend, tap=tap)
@@ -204,10 +205,6 @@ class Transformer:
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
         """Return the tokens' numbers (L,), checked. Text is converted by the tokenizer."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
-
-    def _has_equal_angles(self, length: int, other: int) -> bool:
-        ropes = filter(None, set(self.config.ropes))
-        return all(rope.has_equal_angles(length, other) for rope in ropes)
 
     def _head(self) -> Array:
         if self.W_vocab is None:

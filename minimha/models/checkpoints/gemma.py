@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from minimha.layers.feed_forward import Activation
 from minimha.layers.norms import RMSNorm
 from minimha.models.checkpoints.llama import attention, feed_forward
 from minimha.models.checkpoints.settings import DEEPEST, GLOBAL, LOCAL, POSITIVE, Settings
@@ -57,8 +56,7 @@ def transformer(
         names = ["input", "pre_feedforward", "post_attention", "post_feedforward"]
         if config.architecture == "gemma":
             names = ["input", "post_attention"]
-        norms = [norm(f"model.layers.{n}.{name}_layernorm") for name in names]
-        first, second, *after = norms
+        first, second, *after = (norm(f"model.layers.{n}.{name}_layernorm") for name in names)
         after_attention, after_feed_forward = after or (None, None)
         return Layer(
             first,
@@ -87,9 +85,11 @@ def read_config(settings: Settings) -> Config:
     D, layers = settings.count("head_dim", 256), settings.count("num_hidden_layers", high=DEEPEST)
     every = settings.count("sliding_window_pattern", 6 if _is_third(settings) else 2)
     is_first = settings.text("model_type") == "gemma"
-    is_local = [False] * layers
-    if not is_first:
-        is_local = settings.is_local([(n + 1) % every > 0 for n in range(layers)])
+    local = settings.is_local([(n + 1) % every > 0 and not is_first for n in range(layers)])
+    key = "hidden_act" if is_first else "hidden_activation"
+    activation = settings.activation(key, "gelu_pytorch_tanh")
+    if is_first and activation == "gelu":
+        activation = "gelu_tanh"  # which the first Gemma's gelu means
     ropes = [settings.rope(D, k if _is_third(settings) else GLOBAL) for k in (GLOBAL, LOCAL)]
     window = settings.count("sliding_window", 4096)
     return Config(
@@ -102,10 +102,10 @@ def read_config(settings: Settings) -> Config:
         d_ff=settings.count("intermediate_size"),
         max_length=settings.count("max_position_embeddings"),
         epsilon=settings.number("rms_norm_eps", 1e-6, 0),
-        activation=_activation(settings),
+        activation=activation,
         is_tied=settings.flag("tie_word_embeddings", True),
-        ropes=tuple(ropes[local] for local in is_local),
-        windows=tuple(window if local else None for local in is_local),
+        ropes=tuple(ropes[is_local] for is_local in local),
+        windows=tuple(window if is_local else None for is_local in local),
         scale=(D if is_first else settings.number("query_pre_attn_scalar", 256, POSITIVE)) ** -0.5,
         softcap=settings.optional("attn_logit_softcapping"),
         logit_softcap=settings.optional("final_logit_softcapping"),
@@ -119,14 +119,6 @@ def _of_text(settings: Settings) -> Settings:
         text = {**tied, **settings.section("text_config"), "model_type": "gemma3_text"}
         settings = Settings(text, f"{settings.name}'s text_config")
     return settings.with_defaults(DEFAULTS.get(settings.text("model_type"), {}))
-
-
-def _activation(settings: Settings) -> Activation:
-    """Return the activation; "gelu" of the first Gemma's hidden_act means its approximation."""
-    if settings.text("model_type") != "gemma":
-        return settings.activation("hidden_activation", "gelu_pytorch_tanh")
-    given = settings.activation("hidden_act", "gelu_pytorch_tanh")
-    return "gelu_tanh" if given == "gelu" else given
 
 
 def _is_third(settings: Settings) -> bool:

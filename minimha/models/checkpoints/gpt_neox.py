@@ -32,7 +32,10 @@ def transformer(
     return Transformer(
         config,
         Embeddings(tokens),
-        [_block(settings, config, tensors, n) for n in range(config.num_layers)],
+        [
+            _block(settings, config, tensors, f"gpt_neox.layers.{n}")
+            for n in range(config.num_layers)
+        ],
         tensors.layer_norm("gpt_neox.final_layer_norm", config.d_model, config.epsilon),
         tensors.unembedding(tokens, config.is_tied),
         tokenizer,
@@ -61,27 +64,29 @@ def read_config(settings: Settings) -> Config:
     )  # fmt: skip
 
 
-def _block(settings: Settings, config: Config, tensors: Tensors, n: int) -> Layer:
-    E, F, at = config.d_model, config.d_ff, f"gpt_neox.layers.{n}"
-    norms = [
+def _block(settings: Settings, config: Config, tensors: Tensors, at: str) -> Layer:
+    E, F = config.d_model, config.d_ff
+    first, second = (
         tensors.layer_norm(f"{at}.{name}_layernorm", E, config.epsilon)
         for name in ("input", "post_attention")
-    ]
+    )
     feed_forward = FeedForward(
         activation=config.activation,
         **tensors.linear("in", f"{at}.mlp.dense_h_to_4h", E, F, has_bias=True),
         **tensors.linear("out", f"{at}.mlp.dense_4h_to_h", F, E, has_bias=True),
     )
-    attention = _attention(config, tensors, n, settings.flag("attention_bias", True))
+    attention = _attention(
+        config, tensors, f"{at}.attention", settings.flag("attention_bias", True)
+    )
     is_parallel = settings.flag("use_parallel_residual", True)
-    return Layer(norms[0], attention, norms[1], feed_forward, is_parallel=is_parallel)
+    return Layer(first, attention, second, feed_forward, is_parallel=is_parallel)
 
 
-def _attention(config: Config, tensors: Tensors, n: int, has_bias: bool) -> MultiHeadAttention:
-    E, H, at = config.d_model, config.num_heads, f"gpt_neox.layers.{n}.attention"
+def _attention(config: Config, tensors: Tensors, at: str, has_bias: bool) -> MultiHeadAttention:
+    E, H = config.d_model, config.num_heads
     given: dict[str, Any] = tensors.linear("o", f"{at}.dense", E, E, has_bias)
     for name, W in tensors.linear("", f"{at}.query_key_value", E, 3 * E, has_bias).items():
         by_head = W.reshape(*W.shape[:-1], H, 3, config.head_dim)
         for number, letter in enumerate("qkv"):
             given[f"{name}{letter}"] = np.reshape(by_head[..., number, :], (*W.shape[:-1], E))
-    return MultiHeadAttention.from_combined(**given, num_heads=H, rope=config.ropes[n])
+    return MultiHeadAttention.from_combined(**given, num_heads=H, rope=config.ropes[0])

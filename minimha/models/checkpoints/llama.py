@@ -31,15 +31,21 @@ NORMED |= {"qwen3_moe": "head", "olmoe": "full"}
 BIASED = ("qwen2", "qwen2_moe")  # families whose queries, keys and values have biases
 NORMED_AFTER = ("olmo2", "olmo3")  # families that normalise the parts' outputs, not their inputs
 ONE_WINDOW = ("mistral", "phi3", "mixtral")  # families in which all layers have the same window
+WINDOWED = (*ONE_WINDOW, "olmo3", "gpt_oss")  # families whose windows need no further setting
 FUSED = ("phi3",)  # families that store several matrices as one
 # What a setting means that is missing, where this is not LLaMA's default.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "phi3": {"rms_norm_eps": 1e-5},
-    "olmo2": {"rms_norm_eps": 1e-5},
+    **{kind: {"rms_norm_eps": 1e-5} for kind in ("phi3", "olmo2", "olmoe")},
     "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
-    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_key_value_heads": 8,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {"num_experts_per_tok": 4},
     "qwen3_moe": {"num_key_value_heads": 4},
-    "olmoe": {"rms_norm_eps": 1e-5},
     "gpt_oss": {
         "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0,
@@ -135,15 +141,9 @@ def _may_be_local(settings: Settings, layers: int) -> list[bool]:
     kind, first = settings.text("model_type"), settings.count("max_window_layers", 28, low=0)
     if kind == "smollm3":
         return [not has_rope for has_rope in _has_rope(settings, layers)]
-    if kind == "gpt_oss":
-        return [n % 2 == 0 for n in range(layers)]
-    if kind == "olmo3":
-        return [(n + 1) % 4 > 0 for n in range(layers)]
-    if kind == "qwen2_moe":
-        return [n % 2 == 0 and n < first for n in range(layers)]
-    if kind == "qwen3_moe":
-        return [True] * layers
-    return [n >= first for n in range(layers)]
+    every = {"gpt_oss": 2, "olmo3": 4, "qwen2_moe": 2, "qwen3_moe": layers + 1}.get(kind, 1)
+    last = first if kind == "qwen2_moe" else layers
+    return [(n + 1) % every > 0 and n < last if every > 1 else n >= first for n in range(layers)]
 
 
 def _has_rope(settings: Settings, layers: int) -> list[bool]:
@@ -154,10 +154,8 @@ def _has_rope(settings: Settings, layers: int) -> list[bool]:
         return [(n + 1) % every > 0 for n in range(layers)]
     is_listed = isinstance(given, list | tuple) and all(has in (0, 1) for has in given)
     if not is_listed or len(given) != layers:
-        raise ValueError(
-            f"{settings.name}'s no_rope_layers is {given!r}: expected 0 or 1 for each of {layers} "
-            f"layers"
-        )
+        named = f"{settings.name}'s no_rope_layers is {given!r}"
+        raise ValueError(f"{named}: expected 0 or 1 for each of {layers} layers")
     return [has == 1 for has in given]
 
 
@@ -189,9 +187,7 @@ def _filled(settings: Settings) -> Settings:
 def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
     """Return each layer's window: Mistral has one for all, Qwen may have one from some layer on."""
     kind, window = settings.text("model_type"), None
-    is_used = kind in (*ONE_WINDOW, "olmo3", "gpt_oss") or settings.flag(
-        "use_sliding_window", False
-    )
+    is_used = kind in WINDOWED or settings.flag("use_sliding_window", False)
     if is_used and settings.get("sliding_window") is not None:
         window = settings.count("sliding_window")
     if kind in ONE_WINDOW:

@@ -7,8 +7,6 @@ gates that are limited, and matrices in bfloat16 or in MXFP4.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from minimha.layers.feed_forward import FeedForward
@@ -17,60 +15,38 @@ from minimha.models.checkpoints.tensors import Array, Tensors
 from minimha.models.config import Config
 from minimha.models.experts import Experts
 
-GPT_OSS = "gpt_oss"
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 MOST = 1 << 12  # experts of a layer
 GATED = ("gate_proj", "up_proj", "down_proj")  # the names of a gated feed-forward's matrices
 
 
-class Mixture(NamedTuple):
-    """How a family spells its mixtures: settings of a config.json, and names of tensors."""
-
-    width: str  # the setting with the width of an expert
-    part: str = "mlp"  # of the layer
-    names: tuple[str, ...] = GATED
-    top_k: int = 8
-    is_normalised: bool | None = False  # if norm_topk_prob is missing; None if it is no setting
-    is_shared: bool = False
-
-
-MIXTURES = {
-    "mixtral": Mixture("intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"), 2, None),
-    "qwen2_moe": Mixture("moe_intermediate_size", top_k=4, is_shared=True),
-    "qwen3_moe": Mixture("moe_intermediate_size"),
-    "olmoe": Mixture("intermediate_size"),
-}
-
-
 def is_mixture(settings: Settings, n: int) -> bool:
     """Return whether layer n has experts; in Qwen some layers may have none."""
-    kind = settings.text("model_type")
-    if not kind.startswith("qwen"):
-        return kind in MIXTURES or kind == GPT_OSS
     dense, every = settings.get("mlp_only_layers") or [], settings.count("decoder_sparse_step", 1)
     if not isinstance(dense, list | tuple):
-        raise ValueError(
-            f"{settings.name}'s mlp_only_layers is {dense!r}: expected the numbers of layers"
-        )
-    return kind in MIXTURES and n not in dense and (n + 1) % every == 0
+        named = f"{settings.name}'s mlp_only_layers is {dense!r}"
+        raise ValueError(f"{named}: expected the numbers of layers")
+    return settings.text("model_type") in MIXTURES and n not in dense and (n + 1) % every == 0
 
 
 def experts(settings: Settings, config: Config, tensors: Tensors, n: int) -> Experts:
     """Return the mixture of layer n."""
-    if config.architecture == GPT_OSS:
+    kind, E = config.architecture, config.d_model
+    if kind == "gpt_oss":
         return _of_gpt_oss(settings, config, tensors, f"model.layers.{n}.mlp")
-    mixture, E = MIXTURES[config.architecture], config.d_model
     number = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
-    N, F = settings.count(number, high=MOST), settings.count(mixture.width)
-    at = f"model.layers.{n}.{mixture.part}"
-    normalised, shared = mixture.is_normalised, None
-    if mixture.is_shared:
-        width = settings.count("shared_expert_intermediate_size")
-        shared = gated(config, tensors, f"{at}.shared_expert", width)
+    N, width = settings.count(number, high=MOST), "moe_intermediate_size"
+    F = settings.count(width) if kind.startswith("qwen") else config.d_ff
+    part, names = ("block_sparse_moe", ("w1", "w3", "w2")) if kind == "mixtral" else ("mlp", GATED)
+    at, shared = f"model.layers.{n}.{part}", None
+    if kind == "qwen2_moe":
+        width = "shared_expert_intermediate_size"
+        shared = gated(config, tensors, f"{at}.shared_expert", settings.count(width))
     return Experts(
         tensors.linear("r", f"{at}.gate", E, N)["W_r"],
-        [gated(config, tensors, f"{at}.experts.{e}", F, mixture.names) for e in range(N)],
-        settings.count("num_experts_per_tok", mixture.top_k, high=N),
-        True if normalised is None else settings.flag("norm_topk_prob", normalised),
+        [gated(config, tensors, f"{at}.experts.{e}", F, names) for e in range(N)],
+        settings.count("num_experts_per_tok", 8, high=N),
+        settings.flag("norm_topk_prob", False),
         shared=shared,
         W_shared=tensors.linear("s", f"{at}.shared_expert_gate", E, 1)["W_s"] if shared else None,
     )
