@@ -70,8 +70,9 @@ class Tensors:
                     f"{wanted} and uint8"
                 )
         blocks, scales = parts
-        numbers = FP4[np.stack([blocks & 15, blocks >> 4], axis=-1)].reshape(*scales.shape, 32)
-        return np.asarray(np.ldexp(numbers, scales[..., None] - np.int32(127)).reshape(shape))
+        numbers = FP4[np.stack([blocks & 15, blocks >> 4], -1)].reshape(*scales.shape, 32)
+        exponents = scales[..., None].astype(np.int32) - 127
+        return np.asarray(np.ldexp(numbers, exponents).reshape(shape))
 
     def rename(self, prefixes: Mapping[str, str | None]) -> None:
         """Replace the first of ``prefixes`` that a name begins with; None drops the tensor."""
