@@ -44,7 +44,11 @@ SHAZEER = "Vaswani et al. 2017, section 3.3; gated: Shazeer 2020 (GLU variants)"
 EMBEDDINGS = "Vaswani et al. 2017, section 3.4"
 RESIDUAL = "Vaswani et al. 2017, section 3.1"
 ALIBI = "Press et al. 2022 (ALiBi), section 3"
+GPT_OSS = "OpenAI 2025 (gpt-oss)"
+EXPERTS = "Shazeer et al. 2017 (mixtures of experts), section 2"
+MIXTRAL = "Jiang et al. 2024 (Mixtral), section 2.1"
 GEMMA2 = "Gemma Team 2024 (Gemma 2), section 2"
+INPUT = "expert_input|parallel_normed|added_normed|added"  # the input of a feed-forward
 SCORES = ("B", "H", "Lq", "Lk")
 ROWS = ("B", "H", "Lq", "1")
 QUERIES = "q_rotated|q_clipped|q_layer_normed|q_normed|q"
@@ -66,6 +70,8 @@ AXES = {
     "R": "rotated width",
     "A": "width of the hidden layer",
     "F": "width inside the feed-forward",
+    "N": "experts",
+    "n": "tokens that an expert receives",
     "V": "tokens of the vocabulary",
     "C": "width of a latent",
     "C+R": "width of a latent and a rotated key",
@@ -220,25 +226,63 @@ CATALOGUE: dict[str, Entry] = {
         "Added to every row at the end.", SHAZEER, tex_symbol=r"b_{\mathrm{out}}"),
     "expanded": _formula("U", ("B", "L", "F"), "U = Z' W_in, + b_in where given",
         "The wide row of each token, computed without the other tokens.", SHAZEER,
-        made=("product", "added_normed|added", "W_in", "b_in?"),
+        made=("product", INPUT, "W_in", "b_in?"),
         tex=r"U = Z' W_{\mathrm{in}} \text{, } + b_{\mathrm{in}} \text{ where given}"),
     "gate_input": _formula("G", ("B", "L", "F"), "G = Z' W_gate, + b_gate where given",
         "The input of the gates, which decide how much of each number passes.", SHAZEER,
-        made=("product", "added_normed|added", "W_gate", "b_gate?"),
+        made=("product", INPUT, "W_gate", "b_gate?"),
         tex=r"G = Z' W_{\mathrm{gate}} \text{, } + b_{\mathrm{gate}} \text{ where given}"),
     "activated": _formula("Φ", ("B", "L", "F"), "Φ = φ(U), φ(G) where it is gated",
-        "The activation φ (ReLU, GELU, SiLU), number by number: negative ones nearly vanish.",
-        SHAZEER, made=("activation", "gate_input|expanded"), tex_symbol=r"\Phi",
+        "The activation φ (ReLU, GELU, SiLU, …), number by number: negative ones nearly vanish.",
+        SHAZEER, made=("activation", "gate_limited|gate_input|expanded"), tex_symbol=r"\Phi",
         tex=r"\Phi = \varphi(U) \text{, } \varphi(G) \text{ where it is gated}"),
+    "gate_limited": _formula("G", ("B", "L", "F"), "G ← min(G, limit)",
+        "No gate's input is above the limit.", GPT_OSS,
+        tex=r"G \leftarrow \min(G, \mathrm{limit})"),
+    "expanded_limited": _formula("U", ("B", "L", "F"), "U ← 1 + U, clipped to ±limit before",
+        "What the gates multiply: 1 where the wide row has 0.", GPT_OSS,
+        tex=r"U \leftarrow 1 + \min(\max(U, -\mathrm{limit}), \mathrm{limit})"),
     "gated_product": _formula("U", ("B", "L", "F"), "U ← Φ · U, entry by entry",
         "What the gates let through.", "Shazeer 2020 (GLU variants)",
-        made=("times", "activated", "expanded"), tex=r"U \leftarrow \Phi \odot U"),
+        made=("times", "activated", "expanded_limited|expanded"), tex=r"U \leftarrow \Phi \odot U"),
     "feed_forward": _formula("F", ("B", "L", "E"),
         "F = Φ W_out, U W_out where it is gated, + b_out where given",
         "What the feed-forward computes for each token, without the other tokens.", SHAZEER,
         made=("product", "gated_product|activated", "W_out", "b_out?"),
         tex=r"F = \Phi W_{\mathrm{out}} \text{, } U W_{\mathrm{out}} \text{ where it is gated, }"
         r" + b_{\mathrm{out}} \text{ where given}"),
+    "W_router": _symbol("W_r", ("E", "N"),
+        "One column per expert: what the expert's tokens have in common.", EXPERTS),
+    "b_router": _symbol("b_r", ("N",), "Added to each expert's logit.", EXPERTS),
+    "router_logits": _formula("R", ("B", "L", "N"), "R = Z' W_r, + b_r where given",
+        "How well each expert (column) suits each token (row).", EXPERTS,
+        made=("product", "added_normed|added", "W_router", "b_router?"),
+        tex=r"R = Z' W_r \text{, } + b_r \text{ where given}"),
+    "router_probabilities": _formula("p", ("B", "L", "N"), "p = softmax(R), row by row",
+        "The same as shares of 1, before all but the best experts are dropped.", MIXTRAL,
+        made=("softmax", "router_logits"), tex=r"p = \mathrm{softmax}(R)"),
+    "expert_shares": _formula("G", ("B", "L", "N"),
+        "G_te = p_te if expert e is among the best of token t, else 0; divided by their sum if so",
+        "Which experts (columns) each token (row) goes to, and how much each of them counts.",
+        MIXTRAL, tex=r"G_{te} = p_{te} \text{ if expert } e \text{ is among the best of token } t"
+        r"\text{, else } 0 \text{; divided by their sum if so}"),
+    "expert_input": _symbol("Z'_e", ("B", "n", "E"),
+        "The rows of the tokens that go to this expert, in their order.", EXPERTS),
+    "expert_output": _formula("F_e", ("B", "n", "E"),
+        "F_e = Φ W_out, U W_out where it is gated, + b_out where given",
+        "What this expert makes of each of its tokens, without the other tokens.", EXPERTS,
+        made=("product", "gated_product|activated", "W_out", "b_out?"),
+        tex=r"F_e = \Phi W_{\mathrm{out}} \text{, } U W_{\mathrm{out}} \text{ where it is gated, }"
+        r" + b_{\mathrm{out}} \text{ where given}"),
+    "W_shared": _symbol("W_s", ("E", "1"), "Computes the gate of the expert that all tokens share.",
+        "Qwen Team 2024 (Qwen1.5-MoE)"),
+    "shared_gate": _formula("g", ("B", "L", "1"), "g = sigmoid(Z' W_s)",
+        "How much of what the shared expert makes of a token counts.",
+        "Qwen Team 2024 (Qwen1.5-MoE)", made=("sigmoid", "added_normed|added", "W_shared"),
+        tex=r"g = \sigma(Z' W_s)"),
+    "mixed": _formula("F", ("B", "L", "E"), "F_t = Σ_e G_te F_e,t, + the shared expert's",
+        "What the experts make of each token, each by its share.", MIXTRAL,
+        tex=r"F_t = \sum_e G_{te} F_{e,t} \text{, } + \text{the shared expert's}"),
     "residual": _formula("X", ("B", "L", "E"), "X ← Z + F",
         "What leaves the layer, and enters the next one: all that was found so far.", RESIDUAL,
         made=("sum", "added", "feed_forward_normed|feed_forward"), tex=r"X \leftarrow Z + F"),
@@ -488,6 +532,7 @@ CATALOGUE |= (
     | _of_norm("", "X", "x", "what enters the layer")
     | _of_norm("output_", "Y", "output", "what attention found")
     | _of_norm("added_", "Z", "added", "the residual stream")
+    | _of_norm("parallel_", "X", "x", "what enters the layer")
     | _of_norm("embedded_", "X", "embedded", "the embeddings")
     | _of_norm("post_residual_", "R", "post_residual", "what leaves the feed-forward")
     | _of_norm("feed_forward_", "F", "feed_forward", "what the feed-forward made")

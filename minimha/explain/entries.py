@@ -43,6 +43,8 @@ def _variation(name: str, has: Has, *, is_embedded: bool) -> Entry:
     prefix = base.removesuffix("normed")
     if prefix != base and has(f"{prefix}mean_square"):
         return entry(f"{prefix}rms_normed")
+    if base == "feed_forward" and has("expert_shares"):
+        return entry("mixed")
     if base == "logits" and has("uncapped_logits"):
         return entry("capped_logits")
     return entry(name)

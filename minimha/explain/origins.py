@@ -18,7 +18,8 @@ from minimha.explain.steps import Step
 
 Matrix = NDArray[Any]
 HALF_SPLIT, INTERLEAVED = 0.0, 1.0  # the constant of "rotated": which columns are a pair
-ACTIVATIONS = RELU, GELU, GELU_TANH, SILU = 0.0, 1.0, 2.0, 3.0  # the constant of "activation"
+# The constant of "activation".
+ACTIVATIONS = RELU, GELU, GELU_TANH, SILU, QUICK_GELU, RELU_SQUARED = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12  # used by models
 
 
@@ -79,10 +80,10 @@ def _norm(x: Matrix, square: Matrix, gain: Matrix, *rest: Any) -> Matrix:
 
 
 def _activation(x: Matrix, kind: float) -> Matrix:
-    if kind == RELU:
-        return np.maximum(x, 0)
-    if kind == SILU:
-        return np.asarray(x / (1 + np.exp(-x)))
+    if kind in (RELU, RELU_SQUARED):
+        return np.maximum(x, 0) ** (1 if kind == RELU else 2)
+    if kind in (SILU, QUICK_GELU):
+        return np.asarray(x / (1 + np.exp(-x * (1 if kind == SILU else 1.702))))
     if kind == GELU:
         erf = np.vectorize(math.erf, otypes=[float])
         return np.asarray(x * (1 + erf(x / math.sqrt(2))) / 2)

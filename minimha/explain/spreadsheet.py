@@ -24,7 +24,7 @@ from minimha.explain import wording
 from minimha.explain.catalogue import beside
 from minimha.explain.labels import BLOCK, TOKEN_AXES
 from minimha.explain.numbers import as_matrix, needs_exponent
-from minimha.explain.origins import GELU, RELU, SILU, Origin, pairs
+from minimha.explain.origins import GELU, QUICK_GELU, RELU, RELU_SQUARED, SILU, Origin, pairs
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
@@ -141,7 +141,8 @@ def _norm(i: int, j: int, x: Panel, square: Panel, gain: Panel, *rest: Any) -> s
 def _activation(i: int, j: int, x: Panel, kind: float) -> str:
     a = x.cell(i, j)
     forms = {
-        RELU: f"MAX({a},0)", GELU: f"{a}*(1+ERF({a}/SQRT(2)))/2", SILU: f"{a}/(1+EXP(-{a}))"
+        RELU: f"MAX({a},0)", GELU: f"{a}*(1+ERF({a}/SQRT(2)))/2", SILU: f"{a}/(1+EXP(-{a}))",
+        QUICK_GELU: f"{a}/(1+EXP(-1.702*{a}))", RELU_SQUARED: f"MAX({a},0)^2",
     }  # fmt: skip
     return forms.get(kind, f"{a}*(1+TANH(SQRT(2/PI())*({a}+0.044715*{a}^3)))/2")
 

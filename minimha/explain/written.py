@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minimha.explain.numbers import term
-from minimha.explain.origins import GELU, RELU, SILU, Origin, pairs
+from minimha.explain.origins import GELU, QUICK_GELU, RELU, RELU_SQUARED, SILU, Origin, pairs
 from minimha.explain.trace import Step, Trace
 
 Index = tuple[int, ...]
@@ -374,7 +374,8 @@ def _activation(x: Operands) -> Parts:
     [a] = x.numbers(*row)
     forms = {
         RELU: f"max({a.strip('()')}, 0)", SILU: f"{a} / (1 + exp(-{a}))",
-        GELU: f"{a} · (1 + erf({a} / √2)) / 2",
+        GELU: f"{a} · (1 + erf({a} / √2)) / 2", RELU_SQUARED: f"max({a.strip('()')}, 0)²",
+        QUICK_GELU: f"{a} / (1 + exp(-1.702 · {a}))",
     }  # fmt: skip
     tanh = f"{a} · (1 + tanh(√(2/π) · ({a} + 0.044715 · {a}³))) / 2"
     return Parts(row, (), (), forms.get(x.made.constant or RELU, tanh))

@@ -15,6 +15,7 @@ __all__ = [
     "LatentCache",
     "LinearScaling",
     "Llama3Scaling",
+    "LongRoPEScaling",
     "MultiHeadAttention",
     "PagePool",
     "PagedKVCache",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         DynamicNTKScaling,
         LinearScaling,
         Llama3Scaling,
+        LongRoPEScaling,
         YaRNScaling,
     )
 else:

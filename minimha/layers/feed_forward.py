@@ -16,7 +16,7 @@ from minimha.equations.tap import Tap, no_tap, safe_tap
 from minimha.layers.linear import product
 
 Array = NDArray[Any]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu_squared"]
 
 _erf = np.frompyfunc(math.erf, 1, 1)
 
@@ -62,7 +62,27 @@ def silu(x: Array) -> Array:
         return np.asarray(x / (1 + np.exp(-x)))
 
 
-ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu}
+def quick_gelu(x: Array) -> Array:
+    """Return x · sigmoid(1.702 x), another approximate ``gelu``.
+
+    Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
+
+    >>> quick_gelu(np.array([-1.0, 0.0, 1.0])).round(4)
+    array([-0.1542,  0.    ,  0.8458])
+    """
+    with np.errstate(over="ignore"):
+        return np.asarray(x / (1 + np.exp(-1.702 * x)))
+
+
+def relu_squared(x: Array) -> Array:
+    """Return max(x, 0)² for each number (So et al., "Primer", 2021, section 4)."""
+    return np.square(relu(x))
+
+
+ACTIVATIONS = {
+    "relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "quick_gelu": quick_gelu,
+    "relu_squared": relu_squared,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,16 +95,19 @@ class FeedForward:
     ----------
     W_in : ndarray of shape (E, F)
     W_out : ndarray of shape (F, E)
-    activation : {"relu", "gelu", "gelu_tanh", "silu"}
+    activation : {"relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu_squared"}
     b_in, b_gate : ndarray of shape (F,), optional
     b_out : ndarray of shape (E,), optional
     W_gate : ndarray of shape (E, F), optional
         The gate's matrix: SwiGLU with silu, GEGLU with gelu. Default is no gate.
+    limit : float, optional
+        With a gate: the activation's input becomes min(x W_gate + b_gate, limit), and its factor
+        x W_in + b_in is clipped to -limit … limit and then added to 1, as in gpt-oss.
 
     References
     ----------
     Vaswani et al., "Attention Is All You Need", 2017, equation 2; Shazeer, "GLU Variants Improve
-    Transformer", 2020, equation 6.
+    Transformer", 2020, equation 6; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025.
 
     Examples
     --------
@@ -100,19 +123,27 @@ class FeedForward:
     b_out: Array | None = None
     W_gate: Array | None = None
     b_gate: Array | None = None
+    limit: float | None = None
 
     def __call__(self, x: Array, tap: Tap = no_tap) -> Array:
         """Return the output (..., L, E) for the tokens ``x`` (..., L, E).
 
         ``tap`` receives the weights, expanded, activated and feed_forward; with a gate also
-        gate_input and gated_product.
+        gate_input and gated_product; with a limit also gate_limited and expanded_limited.
         """
         activate, tap = ACTIVATIONS[self.activation], safe_tap(tap)
         if self.W_gate is None:
             inner = tap("activated", activate(tap("expanded", self._linear("in", x, tap))))
         else:
-            gate = tap("activated", activate(tap("gate_input", self._linear("gate", x, tap))))
-            inner = tap("gated_product", gate * tap("expanded", self._linear("in", x, tap)))
+            gate = tap("gate_input", self._linear("gate", x, tap))
+            if self.limit is not None:
+                gate = tap("gate_limited", np.minimum(gate, x.dtype.type(self.limit)))
+            gate = tap("activated", activate(gate))
+            factor = tap("expanded", self._linear("in", x, tap))
+            if self.limit is not None:
+                factor = np.clip(factor, -self.limit, self.limit) + x.dtype.type(1)
+                factor = tap("expanded_limited", factor)
+            inner = tap("gated_product", gate * factor)
         return np.asarray(tap("feed_forward", self._linear("out", inner, tap)))
 
     def _linear(self, name: str, x: Array, tap: Tap) -> Array:

@@ -197,7 +197,7 @@ class MultiHeadAttention(Projections):
         tokens, others, dtype = self._inputs(x, context)
         if cache is not None:
             _check_cached(tokens, others, flag("return_weights", return_weights))
-        _check_one_length(self.rope, others, cache)
+        _check_one_length(self.rope, others, cache, tokens.shape[-2])
         compute, tap = compute_dtype(dtype), safe_tap(tap)
         tokens = source = tap("x", tokens.astype(compute, copy=False))
         if others is not None:
@@ -440,11 +440,27 @@ def _check_cached(x: Array, context: Array | None, return_weights: bool) -> None
         )
 
 
-def _check_one_length(rope: Rotation | None, context: Array | None, cache: Cache | None) -> None:
-    """Raise ValueError for dynamic scaling if queries and keys may differ in length."""
-    if rope is not None and rope.is_dynamic:
-        why = "the angles of its dynamic scaling depend on the whole length"
-        if cache is not None:
-            raise ValueError(f"rope with a cache: {why}, which a cache does not know in advance")
-        if context is not None:
-            raise ValueError(f"rope with a context: {why}, which differs between x and context")
+def _check_one_length(
+    rope: Rotation | None, context: Array | None, cache: Cache | None, L: int
+) -> None:
+    """Raise ValueError if dynamic scaling would rotate keys and queries by different angles."""
+    if rope is None or not rope.is_dynamic:
+        return
+    why = "the angles of its dynamic scaling depend on the whole length"
+    if context is not None:
+        raise ValueError(f"rope with a context: {why}, which differs between x and context")
+    if cache is not None:
+        check_cached_angles(rope, int(cache.lengths.max()), L)
+
+
+def check_cached_angles(rope: Rotation, cached: int, L: int) -> None:
+    """Raise ValueError if L more tokens change the angles that ``cached`` keys were rotated by."""
+    if not rope.is_dynamic or not cached:
+        return
+    from minimha.layers.rope import RoPE  # here: only dynamic scaling needs it
+
+    if not isinstance(rope, RoPE) or not rope.has_equal_angles(cached, cached + L):
+        raise ValueError(
+            f"rope with a cache: the angles of its dynamic scaling change from {cached} tokens to "
+            f"{cached + L}, but cached keys keep theirs: read all tokens again with an empty cache"
+        )

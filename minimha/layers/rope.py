@@ -106,6 +106,12 @@ class RoPE:
             return theta
         return np.asarray(self.scaling.frequencies(theta, self.base, length), np.float64)
 
+    def has_equal_angles(self, length: int, other: int) -> bool:
+        """Return True if sequences of both lengths are rotated alike: a cache may grow so far."""
+        return not self.is_dynamic or np.array_equal(
+            self.frequencies(length), self.frequencies(other)
+        )
+
     def tables(
         self, positions: ArrayLike, *, repeated: bool = False, length: int | None = None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -264,14 +264,84 @@ class FactorScaling(Scaling):
     factors: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        factors = tuple(_positive(f"factors[{n}]", f) for n, f in enumerate(self.factors))
-        self._keep("factors", factors)
+        self._keep("factors", _positives("factors", self.factors))
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
         """Return ``theta`` / f_i for each pair i."""
-        if len(theta) != len(self.factors):
+        return _divided(theta, "factors", self.factors)
+
+
+@dataclass(frozen=True)
+class LongRoPEScaling(Scaling):
+    """LongRoPE: one factor f_i per pair, θ_i / f_i, and other factors for long sequences.
+
+    Up to the length n_0 of training, f_i are the ``short_factors``. For longer sequences, all
+    positions take the ``long_factors``. The length is taken as in ``DynamicNTKScaling``. cos and
+    sin are multiplied by ``attention_factor``, whatever the length.
+
+    Parameters
+    ----------
+    short_factors, long_factors : sequence of float
+        Positive, one for each pair.
+    original_length : int
+        n_0, at least 2.
+    factor : float, default 1.0
+        At least 1: how many times n_0 the longest sequence is.
+    attention_factor : float, optional
+        Positive. Default is √(1 + ln(factor) / ln(n_0)).
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number outside its range.
+
+    References
+    ----------
+    Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens", 2024; Abdin et
+    al., "Phi-3 Technical Report", 2024.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_length: int
+    factor: float = 1.0
+    attention_factor: float | None = None
+
+    is_dynamic = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("short_factors", "long_factors"):
+            self._keep(name, _positives(name, getattr(self, name)))
+        self._keep("original_length", integer("original_length", self.original_length, low=2))
+        if len(self.short_factors) != len(self.long_factors):
             raise ValueError(
-                f"factors has {len(self.factors)} numbers: expected one for each of "
-                f"{len(theta)} pairs"
+                f"short_factors has {len(self.short_factors)} numbers but long_factors has "
+                f"{len(self.long_factors)}: expected one for each pair"
             )
-        return theta / self.factors
+
+    @property
+    def magnitude(self) -> float:
+        """The attention factor, by which cos and sin are multiplied."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+
+    def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
+        """Return ``theta`` divided by the factors for sequences of this ``length``."""
+        name = "short_factors" if length <= self.original_length else "long_factors"
+        return _divided(theta, name, getattr(self, name))
+
+
+def _positives(name: str, values: Any) -> tuple[float, ...]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name_of(name)} is {values!r}: expected a list of positive numbers")
+    return tuple(_positive(f"{name}[{n}]", value) for n, value in enumerate(values))
+
+
+def _divided(theta: Angles, name: str, factors: tuple[float, ...]) -> Angles:
+    if len(theta) != len(factors):
+        raise ValueError(
+            f"{name} has {len(factors)} numbers: expected one for each of {len(theta)} pairs"
+        )
+    return theta / factors

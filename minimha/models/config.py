@@ -24,7 +24,7 @@ class Config:
         The largest number of tokens that the model can read.
     epsilon : float
         The ε of the norms.
-    activation : {"relu", "gelu", "gelu_tanh", "silu"}
+    activation : {"relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu_squared"}
         The activation of the feed-forward.
     is_tied : bool
         Whether the token embedding is also the unembedding.

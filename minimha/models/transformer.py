@@ -19,6 +19,7 @@ from minimha.equations.arguments import counted, integer, name_of
 from minimha.equations.tap import Steps, Tap, no_tap, prefixed, replacing, safe_tap, staged
 from minimha.layers.cache import KVCache
 from minimha.layers.linear import product
+from minimha.layers.multihead import check_cached_angles
 from minimha.layers.norms import Norm
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
@@ -105,6 +106,8 @@ class Transformer:
         tokens = self.encode(ids)
         start = 0 if cache is None else int(cache[0].lengths[0])
         check_length("ids", len(tokens), start, self.config.max_length)
+        for rope in filter(None, set(self.config.ropes)):  # before any layer's cache grows
+            check_cached_angles(rope, start, len(tokens))
         x = self.embeddings(tokens, start, tap)[None]
         for n, block in enumerate(self.blocks):
             own = None if cache is None else cache[n]
@@ -184,11 +187,15 @@ class Transformer:
                 f"{name_of('num_tokens')} is {num_tokens} after {counted(len(tokens), 'token')}: "
                 f"the model has only {self.config.max_length} positions"
             )
-        cache = self.new_cache(needed)
+        cache, read = self.new_cache(needed), tokens[:0]
+        ropes = set(filter(None, self.config.ropes))
 
         def logits(new: NDArray[np.int64]) -> Array:
-            nonlocal replace
+            nonlocal replace, cache, read
             given, replace = replace, None
+            start, read = len(read), np.concatenate([read, new])
+            if start and not all(rope.has_equal_angles(start, len(read)) for rope in ropes):
+                cache, new = self.new_cache(needed), read  # keys that were rotated otherwise
             with replacing(no_tap, given) as tap:
                 x = self.residual(new, cache=cache, backend=backend, tap=tap)
                 return self.unembed(x[0, -1:] if given is None else x[0], tap)  # steps of all rows

@@ -122,6 +122,8 @@ def test_every_operation_of_the_catalogue_can_be_computed_and_written():
         ("gelu", "(-1) · (1 + erf((-1) / √2)) / 2 = -0.159"),
         ("gelu_tanh", "(-1) · (1 + tanh(√(2/π) · ((-1) + 0.044715 · (-1)³))) / 2 = -0.159"),
         ("silu", "(-1) / (1 + exp(-(-1))) = -0.269"),
+        ("quick_gelu", "(-1) / (1 + exp(-1.702 · (-1))) = -0.154"),
+        ("relu_squared", "max(-1, 0)² = 0"),
     ],
 )
 def test_the_activation_is_found_from_its_numbers(activation, written):

@@ -11,7 +11,7 @@ from minimha.explain import Trace
 from minimha.layers.cache import KVCache
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
 from minimha.layers.rope import RoPE
-from minimha.layers.scalings import DynamicNTKScaling
+from minimha.layers.scalings import DynamicNTKScaling, LongRoPEScaling
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 5, 6))
@@ -165,18 +165,24 @@ def test_what_attention_refuses_is_not_cached(options, error):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"cache": KVCache(2, 1, 5, 4, dtype=np.float64)}, "rope with a cache: .* in advance"),
-        ({"context": X}, "rope with a context: the angles of its dynamic scaling"),
-    ],
+    "scaling", [DynamicNTKScaling(4, 4), LongRoPEScaling([1.0, 2.0], [3.0, 4.0], 4)]
 )
-def test_dynamic_scaling_needs_to_know_the_whole_length(arguments, sentence):
-    rope = RoPE(4, scaling=DynamicNTKScaling(4, 4))
+def test_dynamic_scaling_changes_no_angle_that_a_cached_key_has(scaling):
+    rope = RoPE(4, scaling=scaling)
     layer = MultiHeadAttention(6, 1, head_dim=4, rope=rope, dtype=np.float64)
-    assert layer(X).shape == X.shape
-    with pytest.raises(ValueError, match=sentence):
-        layer(X, **arguments)
+    whole = layer(X, is_causal=True)
+    with pytest.raises(ValueError, match="rope with a context: the angles of its dynamic scaling"):
+        layer(X, X)
+    cache = KVCache(2, 1, 5, 4, dtype=np.float64)
+    np.testing.assert_allclose(layer(X, cache=cache), whole, rtol=1e-12)
+    cache = KVCache(2, 1, 5, 4, dtype=np.float64)
+    short = [layer(X[:, n : n + 2], cache=cache) for n in (0, 2)]
+    expected = layer(X[:, :4], is_causal=True)
+    np.testing.assert_allclose(np.concatenate(short, axis=1), expected, rtol=1e-12)
+    assert abs(expected - whole[:, :4]).max() > 1e-3
+    with pytest.raises(ValueError, match="change from 4 tokens to 5, but cached keys keep theirs"):
+        layer(X[:, 4:], cache=cache)
+    assert cache.lengths.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("backend", ["dense", "tiled", "cpu"])

@@ -9,7 +9,13 @@ import pytest
 from problems import spoiling
 
 from minimha.layers.rope import RoPE, rotate_by_table
-from minimha.layers.scalings import DynamicNTKScaling, LinearScaling, Llama3Scaling, YaRNScaling
+from minimha.layers.scalings import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPEScaling,
+    YaRNScaling,
+)
 
 RNG = np.random.default_rng(0)
 Q, K = RNG.normal(size=(2, 3, 5, 8)), RNG.normal(size=(2, 3, 5, 8))
@@ -144,6 +150,9 @@ def by_loop(scaling, R, base, length):
                 high += 0.001
             ramp = min(1, max(0, (i - low) / (high - low)))
             theta = theta * (1 - ramp) + theta / scaling.factor * ramp
+        if isinstance(scaling, LongRoPEScaling):
+            is_long = length > scaling.original_length
+            theta /= (scaling.long_factors if is_long else scaling.short_factors)[i]
         if isinstance(scaling, Llama3Scaling):
             wave = 2 * math.pi / theta
             old, low, high = (
@@ -173,6 +182,8 @@ def by_loop(scaling, R, base, length):
         (YaRNScaling(4, 10**15), 4, 10000.0, 1),  # and 6 over 3
         (Llama3Scaling(8, 8192), 128, 500000.0, 1),
         (Llama3Scaling(32, 8192), 64, 500000.0, 1),
+        (LongRoPEScaling([1, 2], [3.0, 40.5], 8), 4, 10000.0, 8),
+        (LongRoPEScaling([1, 2], [3.0, 40.5], 8), 4, 10000.0, 9),
     ],
 )
 def test_scaled_frequencies_follow_the_published_rules(scaling, R, base, length):
@@ -199,6 +210,14 @@ def test_scaled_frequencies_follow_the_published_rules(scaling, R, base, length)
             "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128,
             "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         }, 1),
+        *(
+            (LongRoPEScaling([1.5] * pairs, [7.0] * pairs, 32, factor), 1e4, {
+                "rope_type": "longrope", "short_factor": [1.5] * pairs,
+                "long_factor": [7.0] * pairs, "factor": factor,
+                "original_max_position_embeddings": 32,
+            }, length)
+            for pairs, factor, length in ((2, 1.0, 32), (2, 6.0, 33), (32, 1.5, 33))
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("R", [4, 64])
@@ -210,6 +229,8 @@ def test_scaled_frequencies_are_those_of_transformers(scaling, base, parameters,
     config = LlamaConfig(
         head_dim=R, max_position_embeddings=64, rope_parameters={"rope_theta": base, **parameters}
     )
+    if isinstance(scaling, LongRoPEScaling) and len(scaling.long_factors) != R // 2:
+        pytest.skip("these factors are for another width")
     compute = utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
     frequencies, magnitude = compute(config, seq_len=length)
     ours = RoPE(R, base, scaling=scaling).frequencies(length)
@@ -361,6 +382,11 @@ def test_what_a_tap_returns_is_what_goes_on(name):
         (lambda: DynamicNTKScaling(2, 0), ValueError, "original_length is 0: expected an in"),
         (lambda: YaRNScaling(2, 8, beta_fast=0.5), ValueError, "beta_fast is 0.5: expected a"),
         (lambda: YaRNScaling(2, 8, attention_factor=0), ValueError, "attention_factor is 0: expec"),
+        (lambda: LongRoPEScaling([0.0], [1.0], 8), ValueError, "short_factors[0] is 0.0: expected"),
+        (lambda: LongRoPEScaling([1.0], [1.0, 2.0], 8), ValueError, "has 1 numbers but long"),
+        (lambda: LongRoPEScaling([1.0], [1.0], 1), ValueError, "original_length is 1: expected"),
+        (lambda: RoPE(8, scaling=LongRoPEScaling([1.0], [1.0], 4)).frequencies(5), ValueError,
+         "long_factors has 1 numbers: expected one for each of 4 pairs"),
         (lambda: Llama3Scaling(2, 8, 4, 4), ValueError, "high_freq_factor is 4.0: expected mor"),
         (lambda: Llama3Scaling(math.nan, 8), ValueError, "factor is nan: expected a finite number"),
         (lambda: RoPE(8, 10**400), ValueError, "expected a finite number"),

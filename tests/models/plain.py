@@ -87,6 +87,7 @@ def write(folder: Path, config, tensors, name="model.safetensors"):
     header, data = {}, b""
     for key, array in tensors.items():
         dtype = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "int64": "I64"}
+        dtype["uint8"] = "U8"
         offsets = [len(data), len(data) + array.nbytes]
         header[key] = {
             "dtype": dtype[array.dtype.name], "shape": array.shape, "data_offsets": offsets

@@ -190,18 +190,22 @@ function erf(x) {
   return (2 / Math.sqrt(Math.PI)) * Math.exp(-x * x) * total;
 }
 
-/* By the constant of "activation": ReLU, GELU, its approximation by tanh, SiLU. */
+/* By the constant of "activation": ReLU, GELU, its approximation by tanh, SiLU, quick GELU, ReLU². */
 const ACTIVATIONS = [
   (x) => Math.max(x, 0),
   (x) => (x * (1 + erf(x / Math.SQRT2))) / 2,
   (x) => (x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3)))) / 2,
   (x) => x / (1 + Math.exp(-x)),
+  (x) => x / (1 + Math.exp(-1.702 * x)),
+  (x) => Math.max(x, 0) ** 2,
 ];
 const WRITTEN_ACTIVATIONS = [
   (x) => `max(${x}, 0)`,
   (x) => `${inParentheses(x)} · (1 + erf(${inParentheses(x)} / √2)) / 2`,
   (x) => `${inParentheses(x)} · (1 + tanh(√(2/π) · (${inParentheses(x)} + 0.044715 · ${inParentheses(x)}³))) / 2`,
   (x) => `${inParentheses(x)} / (1 + exp(-${inParentheses(x)}))`,
+  (x) => `${inParentheses(x)} / (1 + exp(-1.702 · ${inParentheses(x)}))`,
+  (x) => `max(${x}, 0)²`,
 ];
 
 /* As Python writes a number such as 1e-05 with "g". */

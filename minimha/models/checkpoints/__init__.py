@@ -29,10 +29,24 @@ Model: TypeAlias = "Transformer | Encoder | EncoderDecoder"
 
 # The module that reads each architecture, by ``model_type`` in config.json.
 FAMILIES = {
-    "gpt2": "gpt2",
+    "gpt2": "gpt2", "gpt_neox": "gpt_neox",
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama",
-    "gemma2": "gemma", "gemma3_text": "gemma",
-    "bert": "bert", "t5": "t5",
+    "phi3": "llama", "olmo2": "llama", "olmo3": "llama",
+    "smollm3": "llama", "mixtral": "llama", "qwen2_moe": "llama", "qwen3_moe": "llama",
+    "olmoe": "llama", "gpt_oss": "llama",
+    "gemma": "gemma", "gemma2": "gemma", "gemma3_text": "gemma", "gemma3": "gemma",
+    "bert": "bert", "roberta": "bert", "xlm-roberta": "bert", "camembert": "bert", "t5": "t5",
+}  # fmt: skip
+
+
+# What others need that is not implemented, and the nearest family that works.
+NEAREST = {
+    "cohere": ("layer norms without biases", "gpt_neox"), "falcon": ("one key for all", "gpt_neox"),
+    "deepseek_v2": ("latent attention", "qwen2_moe"), "gemma3n": ("rows for each layer", "gemma3"),
+    "deepseek_v3": ("latent attention, groups of experts", "qwen3_moe"), "whisper": ("sound", "t5"),
+    "granite": ("factors of embeddings, residuals and logits", "llama"), "bloom": ("ALiBi", "gpt2"),
+    "modernbert": ("windows and RoPE in an encoder", "bert"), "stablelm": ("layer norms", "llama"),
+    "phi": ("one norm for parallel parts", "gpt_neox"), "starcoder2": ("layer norms", "mistral"),
 }  # fmt: skip
 
 
@@ -58,6 +72,25 @@ def load(path: str | Path) -> Model:
         A missing or damaged file, weights in a pickle, an unknown architecture or setting, or a
         tensor that is missing, unused or misshapen.
 
+    Notes
+    -----
+    What of each family is computed, by its module in ``minimha.models.checkpoints``:
+
+    ========  ======================================  ==========================================
+    module    model_type in config.json               features
+    ========  ======================================  ==========================================
+    gpt2      gpt2                                    learned positions, layer norms
+    gpt_neox  gpt_neox                                attention and feed-forward side by side
+    llama     llama, mistral, qwen2, qwen3, phi3,     RoPE with any scaling below, windows,
+              olmo2, olmo3, smollm3, mixtral,         norms of inputs, outputs, queries and
+              qwen2_moe, qwen3_moe, olmoe, gpt_oss    keys, mixtures of experts, sinks, MXFP4
+    gemma     gemma, gemma2, gemma3_text, gemma3      caps, local layers; of images no part
+    bert      bert, roberta, xlm-roberta, camembert   encoders, with the head of masked tokens
+    t5        t5                                      an encoder and a decoder, relative positions
+    ========  ======================================  ==========================================
+
+    RoPE's scalings are linear, dynamic, yarn, llama3 and longrope, and partial_rotary_factor.
+
     Examples
     --------
     >>> load("no/such/folder")
@@ -74,7 +107,8 @@ def load(path: str | Path) -> Model:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: expected one with config.json, or a .gguf file")
     config = read_json(folder / "config.json")
-    _family(Settings(config))  # check the family before reading anything large
+    settings = Settings(config)
+    _family(settings).read_config(settings)  # refuse what is unknown before reading anything large
     tokenizer, generation = folder / "tokenizer.json", folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     return from_tensors(
@@ -109,11 +143,15 @@ def _family(settings: Settings) -> Any:
     """Return the module for this model's family."""
     architecture = settings.text("model_type")
     if architecture not in FAMILIES:
+        feature, near = NEAREST.get(architecture, (None, None))
+        needs = f", which needs {feature} (the nearest that works is {near})" if near else ""
         raise ValueError(
-            f"{settings.name}'s model_type is {architecture!r}: expected one of "
+            f"{settings.name}'s model_type is {architecture!r}{needs}: expected one of "
             f"{', '.join(FAMILIES)}"
         )
-    settings.expect("quantization_config", None)
+    is_mxfp4 = settings.section("quantization_config").get("quant_method") == "mxfp4"
+    if not is_mxfp4 or architecture != "gpt_oss":
+        settings.expect("quantization_config", None)
     return import_module(f"{__name__}.{FAMILIES[architecture]}")
 
 

@@ -1,6 +1,8 @@
 """Load BERT: an encoder with learned positions and sentence types, and norms after each sum.
 
-Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019.
+Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019. Liu et al., "RoBERTa",
+2019, has BERT's layers; its positions begin after that of the padding. Conneau et al., "XLM-R",
+2020, and Martin et al., "CamemBERT", 2020, are RoBERTas.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from minimha.models.encoder import Encoder, MaskedHead
 from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
 
-PREFIX = "bert."  # of the names in a checkpoint with a head
-PREDICTIONS = "cls.predictions"
+# Of BERT and of RoBERTa: the prefix of names in a checkpoint with a head, and the head's names.
+PREFIX = "bert.", "roberta."
+PREDICTIONS = "cls.predictions", "lm_head"
+TRANSFORM = "transform.dense", "dense"
+NORM = "transform.LayerNorm", "layer_norm"
 OF_SENTENCES = ("pooler.dense", "cls.seq_relationship")  # heads of the first token alone
 
 
@@ -24,8 +29,9 @@ def transformer(
 ) -> Encoder:
     """Return the model of these settings and tensors."""
     config = read_config(settings)
-    V, E, P = config.vocabulary, config.d_model, config.max_length
-    at = PREFIX if f"{PREFIX}embeddings.word_embeddings.weight" in tensors else ""
+    V, E, P = config.vocabulary, config.d_model, settings.count("max_position_embeddings")
+    kind = int(config.architecture != "bert")
+    at = PREFIX[kind] if f"{PREFIX[kind]}embeddings.word_embeddings.weight" in tensors else ""
     tokens = tensors.take(f"{at}embeddings.word_embeddings.weight", V, E)
     types = settings.count("type_vocab_size", 2)
     for name in (f"{at}{OF_SENTENCES[0]}", OF_SENTENCES[1]):
@@ -34,12 +40,13 @@ def transformer(
     return Encoder(
         config,
         Embeddings(
-            tokens, tensors.take(f"{at}embeddings.position_embeddings.weight", P, E),
+            tokens,
+            tensors.take(f"{at}embeddings.position_embeddings.weight", P, E)[-config.max_length :],
             types=tensors.take(f"{at}embeddings.token_type_embeddings.weight", types, E),
         ),
         tensors.layer_norm(f"{at}embeddings.LayerNorm", config.d_model, config.epsilon),
         [_layer(config, tensors, f"{at}encoder.layer.{n}") for n in range(config.num_layers)],
-        _head(config, tensors, tokens) if f"{PREDICTIONS}.bias" in tensors else None,
+        _head(config, tensors, tokens, kind) if f"{PREDICTIONS[kind]}.bias" in tensors else None,
         tokenizer,
     )  # fmt: skip
 
@@ -56,12 +63,20 @@ def read_config(settings: Settings) -> Config:
         num_layers=layers, d_model=settings.count("hidden_size"), num_heads=H, num_kv_heads=H,
         head_dim=settings.quotient("hidden_size", "num_attention_heads"),
         d_ff=settings.count("intermediate_size"),
-        max_length=settings.count("max_position_embeddings"),
+        max_length=_length(settings),
         epsilon=settings.number("layer_norm_eps", 1e-12, 0),
         activation=settings.activation("hidden_act", "gelu"),
         is_tied=settings.flag("tie_word_embeddings", True),
         ropes=(None,) * layers, windows=(None,) * layers,
     )  # fmt: skip
+
+
+def _length(settings: Settings) -> int:
+    """Return the number of positions for tokens: RoBERTa's begin after that of the padding."""
+    length = settings.count("max_position_embeddings")
+    if settings.text("model_type") == "bert":
+        return length
+    return length - 1 - settings.count("pad_token_id", 1, low=0, high=length - 2)
 
 
 def _layer(config: Config, tensors: Tensors, at: str) -> Layer:
@@ -80,14 +95,14 @@ def _layer(config: Config, tensors: Tensors, at: str) -> Layer:
     )
 
 
-def _head(config: Config, tensors: Tensors, tokens: Array) -> MaskedHead:
-    E, V = config.d_model, config.vocabulary
-    transform = tensors.linear("in", f"{PREDICTIONS}.transform.dense", E, E, has_bias=True)
-    bias, own = tensors.take(f"{PREDICTIONS}.bias", V), f"{PREDICTIONS}.decoder.bias"
+def _head(config: Config, tensors: Tensors, tokens: Array, kind: int) -> MaskedHead:
+    E, V, at = config.d_model, config.vocabulary, PREDICTIONS[kind]
+    transform = tensors.linear("in", f"{at}.{TRANSFORM[kind]}", E, E, has_bias=True)
+    bias, own = tensors.take(f"{at}.bias", V), f"{at}.decoder.bias"
     return MaskedHead(
         transform["W_in"],
         transform["b_in"],
-        tensors.layer_norm(f"{PREDICTIONS}.transform.LayerNorm", config.d_model, config.epsilon),
-        tensors.tied(f"{PREDICTIONS}.decoder.weight", tokens, config.is_tied).T,
+        tensors.layer_norm(f"{at}.{NORM[kind]}", config.d_model, config.epsilon),
+        tensors.tied(f"{at}.decoder.weight", tokens, config.is_tied).T,
         tensors.tied(own, bias, config.is_tied or own not in tensors),
     )

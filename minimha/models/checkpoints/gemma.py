@@ -1,12 +1,14 @@
-"""Load Gemma 2 and 3: norms around each part, gains stored minus 1, local and global layers.
+"""Load Gemma: gains stored minus 1; from Gemma 2 on norms around each part, and local layers.
 
-Gemma Team, "Gemma 2", 2024 (caps of scores and logits), and "Gemma 3", 2025 (normalised queries and
-keys, another rotary base in local layers).
+Gemma Team, "Gemma", 2024; "Gemma 2", 2024 (caps of scores and logits), and "Gemma 3", 2025
+(normalised queries and keys, another rotary base in local layers). Gemma 3 is published with a part
+that sees; of such a folder, the part that reads and writes text is loaded.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from minimha.layers.norms import RMSNorm
 from minimha.models.checkpoints.llama import attention, feed_forward
@@ -18,11 +20,30 @@ from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Transformer
 
+# What a setting means that is missing: Gemma 3 is published with few.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {"vocab_size": 256000},
+    "gemma3_text": {
+        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "max_position_embeddings": 131072, "rope_theta": 1e6,
+    },
+}  # fmt: skip
+# What prefixes become in a folder with a part that sees; None is for what no text needs.
+PREFIXES = {
+    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.", "language_model.": "model.",
+    "vision_tower.": None, "model.vision_tower.": None,
+    "multi_modal_projector.": None, "model.multi_modal_projector.": None,
+}  # fmt: skip
+
 
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Transformer:
     """Return the model of these settings and tensors."""
+    if settings.text("model_type") == "gemma3":
+        tensors.rename(PREFIXES)
+    settings = _of_text(settings)
     config = read_config(settings)
     with_bias = "qkvo" if settings.flag("attention_bias", False) else ""
     tensors.add_prefix("model.", "embed_tokens.weight")
@@ -32,14 +53,18 @@ def transformer(
         return RMSNorm(1 + tensors.take(f"{name}.weight", config.d_model), config.epsilon)
 
     def block(n: int) -> Layer:
-        at = f"model.layers.{n}"
+        names = ["input", "pre_feedforward", "post_attention", "post_feedforward"]
+        if config.architecture == "gemma":
+            names = ["input", "post_attention"]
+        first, second, *after = (norm(f"model.layers.{n}.{name}_layernorm") for name in names)
+        after_attention, after_feed_forward = after or (None, None)
         return Layer(
-            norm(f"{at}.input_layernorm"),
-            attention(config, tensors, n, with_bias, 1 if _is_third(settings) else None),
-            norm(f"{at}.pre_feedforward_layernorm"),
+            first,
+            attention(config, tensors, n, with_bias, "head" if _is_third(settings) else None, 1),
+            second,
             feed_forward(config, tensors, n),
-            norm(f"{at}.post_attention_layernorm"),
-            norm(f"{at}.post_feedforward_layernorm"),
+            after_attention,
+            after_feed_forward,
             config.windows[n], config.scale, config.softcap,
         )  # fmt: skip
 
@@ -55,10 +80,16 @@ def transformer(
 
 def read_config(settings: Settings) -> Config:
     """Return the sizes and settings in a config.json."""
+    settings = _of_text(settings)
     settings.expect("use_bidirectional_attention", None, False)
     D, layers = settings.count("head_dim", 256), settings.count("num_hidden_layers", high=DEEPEST)
     every = settings.count("sliding_window_pattern", 6 if _is_third(settings) else 2)
-    is_local = settings.is_local([(n + 1) % every > 0 for n in range(layers)])
+    is_first = settings.text("model_type") == "gemma"
+    local = settings.is_local([(n + 1) % every > 0 and not is_first for n in range(layers)])
+    key = "hidden_act" if is_first else "hidden_activation"
+    activation = settings.activation(key, "gelu_pytorch_tanh")
+    if is_first and activation == "gelu":
+        activation = "gelu_tanh"  # which the first Gemma's gelu means
     ropes = [settings.rope(D, k if _is_third(settings) else GLOBAL) for k in (GLOBAL, LOCAL)]
     window = settings.count("sliding_window", 4096)
     return Config(
@@ -71,14 +102,23 @@ def read_config(settings: Settings) -> Config:
         d_ff=settings.count("intermediate_size"),
         max_length=settings.count("max_position_embeddings"),
         epsilon=settings.number("rms_norm_eps", 1e-6, 0),
-        activation=settings.activation("hidden_activation", "gelu_pytorch_tanh"),
+        activation=activation,
         is_tied=settings.flag("tie_word_embeddings", True),
-        ropes=tuple(ropes[local] for local in is_local),
-        windows=tuple(window if local else None for local in is_local),
-        scale=settings.number("query_pre_attn_scalar", 256, POSITIVE) ** -0.5,
+        ropes=tuple(ropes[is_local] for is_local in local),
+        windows=tuple(window if is_local else None for is_local in local),
+        scale=(D if is_first else settings.number("query_pre_attn_scalar", 256, POSITIVE)) ** -0.5,
         softcap=settings.optional("attn_logit_softcapping"),
         logit_softcap=settings.optional("final_logit_softcapping"),
     )  # fmt: skip
+
+
+def _of_text(settings: Settings) -> Settings:
+    """Return the settings of the part for text, with defaults for those that are missing."""
+    if settings.text("model_type") == "gemma3":
+        tied = {"tie_word_embeddings": settings.get("tie_word_embeddings")}
+        text = {**tied, **settings.section("text_config"), "model_type": "gemma3_text"}
+        settings = Settings(text, f"{settings.name}'s text_config")
+    return settings.with_defaults(DEFAULTS.get(settings.text("model_type"), {}))
 
 
 def _is_third(settings: Settings) -> bool:

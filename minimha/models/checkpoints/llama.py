@@ -2,16 +2,21 @@
 
 Touvron et al., "LLaMA", 2023; Llama Team, "The Llama 3 Herd of Models", 2024; Jiang et al.,
 "Mistral 7B", 2023 (a sliding window); Qwen Team, "Qwen2", 2024 (biases of queries, keys and
-values), and "Qwen3", 2025 (normalised queries and keys). SmolLM is a LLaMA.
+values), and "Qwen3", 2025 (normalised queries and keys). SmolLM is a LLaMA. Abdin et al., "Phi-3
+Technical Report", 2024 (one matrix for queries, keys and values, one for gates and inputs). Team
+OLMo, "2 OLMo 2 Furious", 2024, and "OLMo 3", 2025 (norms of outputs; scaled RoPE in global layers).
+SmolLM 3 has layers without RoPE (Yang et al., "Rope to Nope and Back Again", 2025).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import RMSNorm
+from minimha.layers.rope import RoPE
+from minimha.models.checkpoints.mixtures import GATED, experts, gated, is_mixture
 from minimha.models.checkpoints.settings import DEEPEST, KINDS, LOCAL, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
@@ -20,31 +25,79 @@ from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Transformer
 
-NORMED = ("qwen3",)  # families that normalise queries and keys
+# Families that normalise queries and keys: each head, or all heads together.
+NORMED: dict[str, Literal["head", "full"]] = {"qwen3": "head", "olmo2": "full", "olmo3": "full"}
+NORMED |= {"qwen3_moe": "head", "olmoe": "full"}
+BIASED = ("qwen2", "qwen2_moe")  # families whose queries, keys and values have biases
+NORMED_AFTER = ("olmo2", "olmo3")  # families that normalise the parts' outputs, not their inputs
+ONE_WINDOW = ("mistral", "phi3", "mixtral")  # families in which all layers have the same window
+WINDOWED = (*ONE_WINDOW, "olmo3", "gpt_oss")  # families whose windows need no further setting
+FUSED = ("phi3",)  # families that store several matrices as one
+# What a setting means that is missing, where this is not LLaMA's default.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    **{kind: {"rms_norm_eps": 1e-5} for kind in ("phi3", "olmo2", "olmoe")},
+    "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_key_value_heads": 8,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {"num_experts_per_tok": 4},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+    },
+    "smollm3": {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+}
 
 
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Transformer:
     """Return the model of these settings and tensors."""
+    settings = _filled(settings)
     config = read_config(settings)
     has_biases, has_mlp_biases = (
         settings.flag(key, False) for key in ("attention_bias", "mlp_bias")
     )
-    with_bias = "qkvo" if has_biases else "qkv" if config.architecture == "qwen2" else ""
+    has_own = config.architecture in BIASED and settings.flag("qkv_bias", True)
+    with_bias = "qkvo" if has_biases else "qkv" if has_own else ""
     tensors.add_prefix("model.", "embed_tokens.weight")
     tokens = tensors.take("model.embed_tokens.weight", config.vocabulary, config.d_model)
+
+    has_sinks = config.architecture == "gpt_oss"
+    clip = settings.optional("clip_qkv") if config.architecture == "olmoe" else None
+    if config.architecture in FUSED:
+        _split(config, tensors)
 
     def norm(name: str) -> RMSNorm:
         return tensors.rms_norm(f"model.{name}", config.d_model, config.epsilon)
 
     def block(n: int) -> Layer:
+        at = f"layers.{n}"
+        is_after = config.architecture in NORMED_AFTER
+        names = ("post_attention", "post_feedforward" if is_after else "input")
+        second, other = (norm(f"{at}.{name}_layernorm") for name in names)
         return Layer(
-            norm(f"layers.{n}.input_layernorm"),
-            attention(config, tensors, n, with_bias, 0 if config.architecture in NORMED else None),
-            norm(f"layers.{n}.post_attention_layernorm"),
-            feed_forward(config, tensors, n, has_mlp_biases),
+            None if is_after else other,
+            attention(config, tensors, n, with_bias, NORMED.get(config.architecture), clip=clip),
+            None if is_after else second,
+            experts(settings, config, tensors, n)
+            if is_mixture(settings, n)
+            else feed_forward(config, tensors, n, has_mlp_biases),
+            second if is_after else None,
+            other if is_after else None,
             window=config.windows[n],
+            sinks=tensors.take(f"model.{at}.self_attn.sinks", config.num_heads)
+            if has_sinks
+            else None,
         )
 
     return Transformer(
@@ -59,12 +112,14 @@ def transformer(
 
 def read_config(settings: Settings) -> Config:
     """Return the sizes and settings in a config.json."""
+    settings = _filled(settings)
     E, H = settings.count("hidden_size"), settings.count("num_attention_heads")
     if settings.get("head_dim") is None:
         D = settings.quotient("hidden_size", "num_attention_heads")
     else:
         D = settings.count("head_dim")
     layers = settings.count("num_hidden_layers", high=DEEPEST)
+    windows = _windows(settings, layers)
     return Config(
         architecture=settings.text("model_type"),
         vocabulary=settings.count("vocab_size"),
@@ -72,25 +127,74 @@ def read_config(settings: Settings) -> Config:
         num_kv_heads=settings.count("num_key_value_heads", H),
         head_dim=D,
         d_ff=settings.count("intermediate_size"),
-        max_length=settings.count("max_position_embeddings"),
+        max_length=settings.longest(),
         epsilon=settings.number("rms_norm_eps", 1e-6, 0),
         activation=settings.activation("hidden_act", "silu"),
         is_tied=settings.flag("tie_word_embeddings", False),
-        ropes=(settings.rope(D),) * layers,
-        windows=_windows(settings, layers),
+        ropes=_ropes(settings, D, windows),
+        windows=windows,
     )  # fmt: skip
+
+
+def _may_be_local(settings: Settings, layers: int) -> list[bool]:
+    """Return for each layer whether it has a window if there is one: SmolLM 3's without RoPE do."""
+    kind, first = settings.text("model_type"), settings.count("max_window_layers", 28, low=0)
+    if kind == "smollm3":
+        return [not has_rope for has_rope in _has_rope(settings, layers)]
+    every = {"gpt_oss": 2, "olmo3": 4, "qwen2_moe": 2, "qwen3_moe": layers + 1}.get(kind, 1)
+    last = first if kind == "qwen2_moe" else layers
+    return [(n + 1) % every > 0 and n < last if every > 1 else n >= first for n in range(layers)]
+
+
+def _has_rope(settings: Settings, layers: int) -> list[bool]:
+    """Return SmolLM 3's no_rope_layers, which has 0 for layers without RoPE and 1 for others."""
+    every = settings.count("no_rope_layer_interval", 4)
+    given = settings.get("no_rope_layers")
+    if given is None:
+        return [(n + 1) % every > 0 for n in range(layers)]
+    is_listed = isinstance(given, list | tuple) and all(has in (0, 1) for has in given)
+    if not is_listed or len(given) != layers:
+        named = f"{settings.name}'s no_rope_layers is {given!r}"
+        raise ValueError(f"{named}: expected 0 or 1 for each of {layers} layers")
+    return [has == 1 for has in given]
+
+
+def _ropes(settings: Settings, D: int, windows: tuple[int | None, ...]) -> tuple[RoPE | None, ...]:
+    """Return each layer's rotary embedding: OLMo 3 has another one in layers with a window."""
+    rope = settings.rope(D)
+    if settings.text("model_type") == "smollm3":
+        return tuple(rope if has else None for has in _has_rope(settings, len(windows)))
+    if settings.text("model_type") != "olmo3":
+        return (rope,) * len(windows)
+    local = settings.rope(D, LOCAL, base=settings.number("rope_theta"))
+    return tuple(rope if window is None else local for window in windows)
+
+
+def _split(config: Config, tensors: Tensors) -> None:
+    """Give the parts of fused matrices the names that LLaMA's matrices have."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for n in range(config.num_layers):
+        at = f"model.layers.{n}"
+        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        tensors.split(f"{at}.self_attn", "qkv_proj.weight", rows)
+        tensors.split(f"{at}.mlp", "gate_up_proj.weight", dict.fromkeys(GATED[:2], config.d_ff))
+
+
+def _filled(settings: Settings) -> Settings:
+    return settings.with_defaults(DEFAULTS.get(settings.text("model_type"), {}))
 
 
 def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
     """Return each layer's window: Mistral has one for all, Qwen may have one from some layer on."""
-    window = None if settings.get("sliding_window") is None else settings.count("sliding_window")
-    if settings.text("model_type") == "mistral":
+    kind, window = settings.text("model_type"), None
+    is_used = kind in WINDOWED or settings.flag("use_sliding_window", False)
+    if is_used and settings.get("sliding_window") is not None:
+        window = settings.count("sliding_window")
+    if kind in ONE_WINDOW:
         settings.expect("layer_types", None, [KINDS[window is None]] * layers)
         return (window,) * layers
-    if not settings.flag("use_sliding_window", False):
-        window = None
-    first = settings.count("max_window_layers", 28, low=0)
-    is_local = settings.is_local([window is not None and n >= first for n in range(layers)])
+    may_be_local = _may_be_local(settings, layers)
+    is_local = settings.is_local([window is not None and local for local in may_be_local])
     if window is None and any(is_local):
         why = "but use_sliding_window is not true, or there is no sliding_window"
         raise ValueError(f"{settings.name}'s layer_types has {LOCAL}, {why}")
@@ -98,19 +202,21 @@ def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
 
 
 def attention(
-    config: Config, tensors: Tensors, n: int, with_bias: str = "", added_gain: float | None = None
-) -> MultiHeadAttention:
+    config: Config, tensors: Tensors, n: int, with_bias: str = "",
+    qk_norm: Literal["head", "full"] | None = None, added_gain: float = 0.0, **others: Any,
+) -> MultiHeadAttention:  # fmt: skip
     """Return the attention of layer n.
 
-    ``with_bias`` has the letters of the matrices with a bias. ``added_gain`` is added to the gains
-    that normalise queries and keys; None means that these are not normalised.
+    ``with_bias`` has the letters of the matrices with a bias. ``qk_norm`` is as in
+    ``MultiHeadAttention``, as ``others`` are; ``added_gain`` is added to the gains of these norms.
     """
     at = f"model.layers.{n}.self_attn"
-    others: dict[str, Any] = {"rope": config.ropes[n]}
-    if added_gain is not None:
-        others |= {"qk_norm": "head", "epsilon": config.epsilon}
-        for letter in "qk":
-            gain = tensors.take(f"{at}.{letter}_norm.weight", config.head_dim)
+    others["rope"] = config.ropes[n]
+    if qk_norm is not None:
+        others |= {"qk_norm": qk_norm, "epsilon": config.epsilon}
+        for letter, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+            width = config.head_dim * (heads if qk_norm == "full" else 1)
+            gain = tensors.take(f"{at}.{letter}_norm.weight", width)
             others[f"g_{letter}"] = added_gain + gain
     names = [f"{at}.{letter}_proj" for letter in "qkvo"]
     return tensors.attention(config, names, with_bias, **others)
@@ -118,10 +224,4 @@ def attention(
 
 def feed_forward(config: Config, tensors: Tensors, n: int, has_biases: bool = False) -> FeedForward:
     """Return the feed-forward of layer n."""
-    at, E, F = f"model.layers.{n}.mlp", config.d_model, config.d_ff
-    return FeedForward(
-        activation=config.activation,
-        **tensors.linear("gate", f"{at}.gate_proj", E, F, has_biases),
-        **tensors.linear("in", f"{at}.up_proj", E, F, has_biases),
-        **tensors.linear("out", f"{at}.down_proj", F, E, has_biases),
-    )
+    return gated(config, tensors, f"model.layers.{n}.mlp", config.d_ff, has_biases=has_biases)

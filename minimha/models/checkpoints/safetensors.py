@@ -25,7 +25,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 LARGEST_INDEX = 2**25
-DTYPES: dict[str, Any] = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": BFLOAT16}
+DTYPES: dict[str, Any] = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": BFLOAT16, "U8": "u1"}
 
 
 def check_no_pickle(path: Path) -> None:

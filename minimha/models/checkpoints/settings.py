@@ -10,9 +10,11 @@ from minimha.equations.arguments import flag, integer, number
 from minimha.layers.feed_forward import Activation
 from minimha.layers.rope import RoPE
 from minimha.layers.scalings import (
+    DynamicNTKScaling,
     FactorScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRoPEScaling,
     Scaling,
     YaRNScaling,
 )
@@ -25,11 +27,14 @@ LOCAL, GLOBAL = KINDS = ("sliding_attention", "full_attention")
 # The activations by their names in config.json.
 ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu", "swish": "silu",
+    "silu": "silu", "swish": "silu", "quick_gelu": "quick_gelu", "relu2": "relu_squared",
 }  # fmt: skip
 # For each kind of rope_scaling: the class, and our names of required and of optional settings.
 SCALINGS: dict[str, tuple[type[Any], dict[str, str], dict[str, str]]] = {
     "linear": (LinearScaling, {"factor": "factor"}, {}),
+    "dynamic": (
+        DynamicNTKScaling, {"factor": "factor", "max_position_embeddings": "original_length"}, {},
+    ),
     "factors": (FactorScaling, {"factors": "factors"}, {}),  # as ``gguf`` reads Llama 3's
     "llama3": (
         Llama3Scaling,
@@ -47,7 +52,18 @@ SCALINGS: dict[str, tuple[type[Any], dict[str, str], dict[str, str]]] = {
             "attention_factor": "attention_factor", "truncate": "truncate",
         },
     ),
+    "longrope": (
+        LongRoPEScaling,
+        {
+            "short_factor": "short_factors", "long_factor": "long_factors",
+            "original_max_position_embeddings": "original_length", "factor": "factor",
+        },
+        {"attention_factor": "attention_factor"},
+    ),
 }  # fmt: skip
+OLD_NAMES = {"su": "longrope"}  # of kinds of rope_scaling
+MAGNITUDES = ("mscale", "mscale_all_dim")  # of YaRN: numerator and denominator
+ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 
 
 class Settings:
@@ -55,6 +71,11 @@ class Settings:
 
     def __init__(self, values: Mapping[str, Any], name: str = "config.json") -> None:
         self.values, self.name = values, name
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Settings:
+        """Return these settings, with ``defaults`` for what is missing or null."""
+        given = {key: value for key, value in self.values.items() if value is not None}
+        return Settings({**defaults, **given}, self.name)
 
     def get(self, key: str) -> Any:
         """Return the value of ``key``, or None if it is missing."""
@@ -73,6 +94,14 @@ class Settings:
         if value > high:
             raise ValueError(f"{self._called(key)} is {value}: expected at most {high}")
         return value
+
+    def longest(self) -> int:
+        """Return the largest number of tokens; dynamic scaling goes beyond that of training."""
+        length = self.count(LONGEST)
+        rules = Settings(self.section("rope_parameters") or self.section("rope_scaling"), "rope")
+        if "dynamic" not in (rules.get("rope_type"), rules.get("type")):
+            return length
+        return int(length * rules.number("factor", 1.0, 1))
 
     def is_local(self, default: list[bool]) -> list[bool]:
         """Return for each layer True if it has a window, from layer_types or else ``default``."""
@@ -131,39 +160,69 @@ class Settings:
             )
         return ACTIVATIONS[value]
 
-    def rope(self, head_dim: int, kind: str = "full_attention") -> RoPE:
+    def rope(
+        self, head_dim: int, kind: str = GLOBAL, base: float = 10000.0, partial: float = 1.0
+    ) -> RoPE:
         """Return the rotary embedding of layers of this ``kind``; most models have one kind only.
 
         transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
+        ``base`` and ``partial``, the part of a head that is rotated, are the family's defaults.
         """
         old = "rope_theta" if kind == "full_attention" else "rope_local_base_freq"
         scaling = self.section("rope_scaling") if kind == "full_attention" else {}
         given = self.section("rope_parameters") or {"rope_theta": self.get(old), **scaling}
         parameters = Settings(given, f"{self.name}'s rope")
         parameters.values = parameters.section(kind) or given
-        parameters.expect("partial_rotary_factor", None, 1.0)
-        self.expect("partial_rotary_factor", None, 1.0)
-        base = parameters.number("rope_theta", 10000.0)
-        return RoPE(head_dim, base, scaling=parameters._scaling())
+        where = self if parameters.get("partial_rotary_factor") is None else parameters
+        rotary = int(head_dim * where.number("partial_rotary_factor", partial))
+        base = parameters.number("rope_theta", base if self.get(old) is None else self.number(old))
+        rule = parameters._scaling({key: self.get(key) for key in (ORIGINAL, LONGEST)})
+        rope = RoPE(head_dim, base, rotary_dim=rotary, scaling=rule)
+        if rule is not None:
+            rope.frequencies()  # raises here what would be raised when it is used
+        return rope
 
-    def _scaling(self) -> Scaling | None:
+    def _scaling(self, lengths: Mapping[str, Any]) -> Scaling | None:
+        """Return the scaling; ``lengths`` are the model's original and largest lengths."""
         kind = self.get("rope_type") or self.get("type") or "default"
         if kind == "default":
             return None
+        if isinstance(kind, str):
+            kind = OLD_NAMES.get(kind, kind)
         if not isinstance(kind, str) or kind not in SCALINGS:
             known = ", ".join(["default", *SCALINGS])
             raise ValueError(f"{self._called('rope_type')} is {kind!r}: expected one of {known}")
         scaling, required, optional = SCALINGS[kind]
-        known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL}
+        known_keys |= set(MAGNITUDES) if kind == "yarn" else set()
         for key in self.values:
             if key not in {*required, *optional, *known_keys} and self.get(key) is not None:
                 raise ValueError(f"{self._called(key)} is {self.get(key)!r}: not implemented")
+        self.values = self._with_lengths(kind, lengths)
         given = {ours: self._given(key, None) for key, ours in required.items()}
         given |= {
             ours: self.get(key) for key, ours in optional.items() if self.get(key) is not None
         }
         made: Scaling = scaling(**given)
         return made
+
+    def _with_lengths(self, kind: str, lengths: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a scaling's settings with those that follow from the lengths or the factor."""
+        values = {**self.values}
+        if lengths[ORIGINAL] is not None:  # where it was before transformers 5
+            values[ORIGINAL] = lengths[ORIGINAL]
+        for key in (ORIGINAL, LONGEST):
+            if values.get(key) is None:
+                values[key] = lengths[LONGEST]
+        filled = Settings(values, self.name)
+        if kind == "longrope" and self.get("factor") is None:
+            values["factor"] = max(1, filled.count(LONGEST) / filled.count(ORIGINAL))
+        has_both = kind == "yarn" and all(self.get(key) for key in MAGNITUDES)
+        if has_both and self.get("attention_factor") is None:
+            logarithm = 0.1 * math.log(filled.number("factor", low=1))
+            top, bottom = (1 + filled.number(key, low=0) * logarithm for key in MAGNITUDES)
+            values["attention_factor"] = top / bottom
+        return values
 
     def _given(self, key: str, default: Any) -> Any:
         value = default if self.get(key) is None else self.get(key)

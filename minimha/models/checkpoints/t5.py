@@ -83,7 +83,7 @@ def transformer(
     )  # fmt: skip
 
 
-def read_config(settings: Settings, is_tied: bool) -> Config:
+def read_config(settings: Settings, is_tied: bool = True) -> Config:
     """Return the sizes and settings in a config.json; ``num_layers`` is the encoder's."""
     kind = settings.text("feed_forward_proj", "relu")
     layers = settings.count("num_layers", high=DEEPEST)

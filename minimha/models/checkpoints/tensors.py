@@ -16,8 +16,13 @@ from minimha.models.config import Config
 Array = NDArray[Any]
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # the upper half of a float32
+# The numbers of four bits: a sign, two bits of exponent, one of mantissa.
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 # Tensors of old checkpoints that are no weights: masks, and the angles of rotary embedding.
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+BUFFERS = (
+    ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+    ".rotary_emb.inv_freq",
+)  # fmt: skip
 
 
 class Tensors:
@@ -49,6 +54,49 @@ class Tensors:
         if self._has_no_head:
             self._left = {prefix + name: array for name, array in self._left.items()}
 
+    def take_mxfp4(self, name: str, *shape: int) -> Array:
+        """Remove ``name``_blocks and ``name``_scales and return their numbers (..., rows, columns).
+
+        32 numbers of a row share a scale, 2^(byte - 127); a byte has two of them, the lower half
+        first (Open Compute Project, "Microscaling Formats", 2023).
+        """
+        *lead, columns = shape
+        expected = {"blocks": (*lead, columns // 32, 16), "scales": (*lead, columns // 32)}
+        parts = [np.asarray(self._left.pop(f"{name}_{part}", None)) for part in expected]
+        for (part, wanted), array in zip(expected.items(), parts, strict=True):
+            if array.shape != wanted or array.dtype != np.uint8:
+                raise ValueError(
+                    f"tensor {name}_{part} has shape {array.shape} and {array.dtype}: expected "
+                    f"{wanted} and uint8"
+                )
+        blocks, scales = parts
+        numbers = FP4[np.stack([blocks & 15, blocks >> 4], -1)].reshape(*scales.shape, 32)
+        exponents = scales[..., None].astype(np.int32) - 127
+        return np.asarray(np.ldexp(numbers, exponents).reshape(shape))
+
+    def rename(self, prefixes: Mapping[str, str | None]) -> None:
+        """Replace the first of ``prefixes`` that a name begins with; None drops the tensor."""
+        renamed = {}
+        for name, array in self._left.items():
+            old = next(filter(name.startswith, prefixes), "")
+            new = prefixes.get(old, "")
+            if new is not None:
+                renamed[f"{new}{name.removeprefix(old)}"] = array
+        self._left = renamed
+
+    def split(self, at: str, name: str, rows: Mapping[str, int]) -> None:
+        """Replace ``at``.``name`` by views of its rows; ``rows`` says how many each part has."""
+        whole: Any = self._left.pop(f"{at}.{name}", None)
+        expected = sum(rows.values())
+        shape = np.shape(whole)
+        if whole is None or shape[:1] != (expected,):
+            what = "is missing" if whole is None else f"has shape {shape}"
+            raise ValueError(f"tensor {at}.{name} {what}: expected {expected} rows")
+        stop = 0
+        for part, count in rows.items():
+            start, stop = stop, stop + count
+            self._left[f"{at}.{part}.{name.rpartition('.')[2]}"] = whole[start:stop]
+
     def leave(self, *names: str) -> None:
         """Drop the tensors ``names``, which the model does not need."""
         for name in names:
@@ -56,7 +104,7 @@ class Tensors:
 
     def linear(
         self, ours: str, name: str, rows: int, columns: int, has_bias: bool = False
-    ) -> dict[str, Array]:
+    ) -> dict[str, Any]:
         """Return a dictionary with ``name``'s weight as W_``ours`` and its bias as b_``ours``.
 
         torch stores the weight as (columns, rows); W_ours (rows, columns) is its transposed view.

@@ -66,6 +66,22 @@ def test_a_masked_language_models_logits_are_transformers(name, tmp_path):
     assert {"embedded_normed", "weights[layer 2]", "post_residual_normed[layer 2]"} <= set(trace)
 
 
+@pytest.mark.parametrize("name", ["Roberta", "XLMRoberta", "Camembert"])
+@pytest.mark.parametrize("head", ["ForMaskedLM", "Model"])
+def test_robertas_rows_and_logits_are_transformers(name, head, tmp_path):
+    settings = BERT | {"type_vocab_size": 1, "pad_token_id": 2, "layer_norm_eps": 1e-5}
+    config = getattr(transformers, f"{name}Config")(**settings, attn_implementation="eager")
+    theirs = written(getattr(transformers, f"{name}{head}"), config, tmp_path)
+    model = load(tmp_path)
+    assert model.config.max_length == 61
+    ids = (IDS * 6)[:61]
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids]))[0]
+    assert close((model.hidden if head == "Model" else model.logits)(ids), wanted)
+    with pytest.raises(ValueError, match="ids has 62 tokens: the model has only 61 positions"):
+        model.hidden([1] * 62)
+
+
 def test_an_untied_head_has_a_bias_of_its_own(tmp_path):
     config = transformers.BertConfig(**BERT, attn_implementation="eager", tie_word_embeddings=False)
     theirs = written(transformers.BertForMaskedLM, config, tmp_path)

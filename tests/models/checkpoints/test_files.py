@@ -20,6 +20,7 @@ from minimha.models.checkpoints import from_tensors
 
 IDS = [1, 2, 3, 4]
 LLAMA = plain.LLAMA
+SPLIT = re.compile(r"\b(q|k|v|gate|up)_proj")  # what Phi stores as one
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
 
@@ -186,10 +187,19 @@ def test_names_left_over_are_refused_before_they_are_widened(tmp_path, tensors):
 
 
 def test_an_unknown_architecture_is_refused_before_anything_large_is_read(folder):
-    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "phi3"}))
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "phi"}))
     (folder / "tokenizer.json").write_text("[")
     (folder / "model.safetensors").write_bytes(b"")
-    refused("config.json's model_type is 'phi3': expected one of gpt2", load, folder)
+    refused("is 'phi', which needs one norm for parallel parts (the nearest", load, folder)
+    for changes, sentence in (
+        ({"hidden_act": "mish"}, "config.json's hidden_act is 'mish': expected one of relu"),
+        ({"model_type": "olmo3", "layer_types": [1]}, "config.json's layer_types is [1]: expected"),
+        ({"model_type": "gemma3"}, "config.json's text_config's num_hidden_layers is missing"),
+        ({"model_type": "gpt_neox", "rotary_pct": 2}, "rotary_dim is 4: expected at most"),
+        ({"model_type": "roberta", "pad_token_id": 11}, "pad_token_id is 11: expected at most 10"),
+    ):
+        (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+        refused(sentence, load, folder)
 
 
 NAMES = ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"]
@@ -305,6 +315,7 @@ def mutations(config):
         "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
         "sliding_window_pattern", "rope_local_base_freq", "decoder_start_token_id", "num_layers",
         "quantization_config", "feed_forward_proj", "num_decoder_layers", "is_decoder",
+        "no_rope_layers", "no_rope_layer_interval",
     }  # fmt: skip
     for key in sorted(keys):
         yield {name: value for name, value in config.items() if name != key}
@@ -313,7 +324,9 @@ def mutations(config):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma3_text", "bert", "t5"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "qwen3", "phi3", "olmo3", "smollm3", "gemma3_text", "bert", "t5"]
+)
 def test_a_hostile_setting_ends_in_a_sentence_or_in_a_model(family, tensors):
     gpt2 = plain.gpt2_tensors(np.random.default_rng(0))
     config, held = (plain.GPT2, gpt2) if family == "gpt2" else (LLAMA, tensors)
@@ -326,6 +339,16 @@ def test_a_hostile_setting_ends_in_a_sentence_or_in_a_model(family, tensors):
         for x in "qkv"
     }
     held = held | {"qwen2": biases, "qwen3": norms, "gemma3_text": norms}.get(family, {})
+    if family == "phi3":
+        for n in range(2):
+            for fused, rows in (("self_attn.qkv_proj", 16), ("mlp.gate_up_proj", 24)):
+                held[f"model.layers.{n}.{fused}.weight"] = np.ones((rows, 8), np.float32)
+        held = {name: held[name] for name in held if not SPLIT.search(name)}
+    if family == "olmo3":
+        for n in range(2):
+            norm = f"model.layers.{n}.{{}}.weight".format
+            held[norm("self_attn.q_norm")], held[norm("self_attn.k_norm")] = np.ones(8), np.ones(4)
+            held[norm("post_feedforward_layernorm")] = held.pop(norm("input_layernorm"))
     if "gemma" in family:
         config = config | {"head_dim": 2, "tie_word_embeddings": False}
         for n, name in np.ndindex(2, 2):
@@ -369,6 +392,13 @@ def test_tensors_that_do_not_fit_are_named(tensors):
     assert from_tensors(tied, same).W_vocab.base is not None
 
 
+def test_parts_of_fused_matrices_have_the_rows_that_the_settings_say(tensors):
+    phi, name = LLAMA | {"model_type": "phi3"}, "model.layers.0.self_attn.qkv_proj.weight"
+    refused(f"tensor {name} is missing: expected 16 rows", from_tensors, phi, tensors)
+    fused = tensors | {name: np.ones((17, 8))}
+    refused(f"tensor {name} has shape (17, 8): expected 16 rows", from_tensors, phi, fused)
+
+
 def test_buffers_of_old_checkpoints_are_no_weights(tensors):
     old = tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(1, np.float32)}
     from_tensors(LLAMA, old)
@@ -381,7 +411,12 @@ def test_buffers_of_old_checkpoints_are_no_weights(tensors):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "bloom"}, "model_type is 'bloom': expected one of gpt2, llama, mistral"),
+        (
+            {"model_type": "granite"},
+            "model_type is 'granite', which needs factors of embeddings, residuals and logits (the "
+            "nearest that works is llama): expected one of gpt2",
+        ),
+        ({"model_type": "mamba"}, "model_type is 'mamba': expected one of gpt2, gpt_neox, llama"),
         ({"model_type": None}, "config.json's model_type is missing"),
         ({"hidden_size": None}, "config.json's hidden_size is missing"),
         ({"hidden_size": -8}, "config.json's hidden_size is -8: expected an integer of at least 1"),
@@ -391,9 +426,21 @@ def test_buffers_of_old_checkpoints_are_no_weights(tensors):
         ({"hidden_act": "mish"}, "config.json's hidden_act is 'mish': expected one of relu, gelu"),
         ({"rms_norm_eps": float("nan")}, "config.json's rms_norm_eps is nan"),
         ({"quantization_config": {}}, "config.json's quantization_config is {}: only None is"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only None or 1.0 is"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope': expected one of"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ({"partial_rotary_factor": 1.5}, "rotary_dim is 3: pairs are rotated, so it must be even"),
+        ({"rope_scaling": {"rope_type": "axial"}}, "rope_type is 'axial': expected one of default"),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "config.json's rope's short_factor is missing",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}},
+            "short_factors has 2 numbers: expected one for each of 1 pairs",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": 2.0, "long_factor": [1.0]}},
+            "short_factors is 2.0: expected a list of positive numbers",
+        ),
+        ({"rope_scaling": {"type": "dynamic"}}, "config.json's rope's factor is missing"),
         ({"rope_scaling": {"type": "linear"}}, "config.json's rope's factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor is 0.5: expected a number"),
         (

@@ -271,7 +271,7 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path, monkeypatch):
         ({"expert_count": 8}, "a.gguf's llama's expert_count is 8: only None or 0 is implemented"),
         ({"rope.dimension_count": 1}, "llama's rope.dimension_count is 1: only 2 or None is"),
         ({"attention.head_count_kv": 3}, "num_kv_heads is 3 but num_heads is 4"),
-        ({"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "rope_type is 'longrope'"),
+        ({"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "short_factor is missing"),
     ):
         write(path, "llama", SIZES | changes, tensors)
         refused(sentence, path)

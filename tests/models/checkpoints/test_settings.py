@@ -2,7 +2,9 @@
 
 import pytest
 
+from minimha.layers.rope import RoPE
 from minimha.layers.scalings import YaRNScaling
+from minimha.models.checkpoints import llama
 from minimha.models.checkpoints.settings import Settings
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -19,3 +21,14 @@ def test_whether_yarn_rounds_its_ends(given, expected):
 def test_a_setting_of_yarn_that_is_no_flag_is_refused():
     with pytest.raises(TypeError, match="truncate is 0: expected True or False"):
         Settings({"rope_parameters": YARN | {"truncate": 0}}).rope(8)
+
+
+def test_olmo_3_as_it_is_published_scales_the_angles_of_its_global_layers():
+    config = llama.read_config(Settings({
+        "model_type": "olmo3", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 64,
+        "rope_theta": 5e5, "rope_scaling": YARN, "sliding_window": 8,
+    }))  # fmt: skip
+    assert config.windows == (8, 8, 8, None)
+    assert config.ropes[3] == RoPE(16, 5e5, scaling=YaRNScaling(4, 16))
+    assert config.ropes[:3] == (RoPE(16, 5e5),) * 3
