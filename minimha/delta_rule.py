@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Mapping
 from typing import Any, Literal, SupportsFloat
 
+import numpy as np
 from numpy.typing import ArrayLike
 
-from minimha.api import BackendUnavailable
+from minimha.api import BackendUnavailable, reason_without
 from minimha.equations.arguments import choice, flag, integer
-from minimha.equations.arrays import like, ordinal_of
+from minimha.equations.arrays import LIBRARIES, as_numpy, library_of, like, ordinal_of
 from minimha.equations.delta_problem import DeltaProblem
 from minimha.equations.tap import Tap, no_tap, safe_tap
+from minimha.kernels import auto, remembered
 from minimha.kernels.forks import imported
 
-BACKENDS = ("auto", "recurrent", "chunked")
-EQUATIONS = "minimha.equations.delta_rule"
+BACKENDS = ("auto", "recurrent", "chunked", "cpu")
+EQUATIONS, KERNEL = "minimha.equations.delta_rule", "minimha.kernels.cpu.delta_rule"
 
 
 def gated_delta_rule(
@@ -31,7 +36,7 @@ def gated_delta_rule(
     return_state: bool = False,
     kv_lengths: ArrayLike | None = None,
     cu_seqlens: ArrayLike | None = None,
-    backend: Literal["auto", "recurrent", "chunked"] = "auto",
+    backend: Literal["auto", "recurrent", "chunked", "cpu"] = "auto",
     tap: Tap = no_tap,
 ) -> Any:
     """Return what a memory that forgets, and that corrects itself, returns for each query.
@@ -70,9 +75,10 @@ def gated_delta_rule(
     cu_seqlens : array_like of shape (n + 1,), int, optional
         n sequences are packed one after another along L, with B = 1 and all axes given. Sequence s
         has the tokens from cu_seqlens[s] to cu_seqlens[s + 1], and a state of its own.
-    backend : {"auto", "recurrent", "chunked"}, default "auto"
-        "recurrent" computes token by token, as the rule is defined, and "chunked" by products of
-        matrices. "auto" uses "chunked", or with a tap and no ``chunk_size`` "recurrent".
+    backend : {"auto", "recurrent", "chunked", "cpu"}, default "auto"
+        "recurrent" computes token by token, as the rule is defined, "chunked" by products of
+        matrices, and "cpu" by a kernel that numba compiles. "auto" starts with "chunked" and goes
+        on with "cpu", as in ``attention``; with a tap and no ``chunk_size`` it uses "recurrent".
     tap : callable ``tap(name, value) -> value``, optional
         Receives every intermediate array; see ``minimha.explain.Trace``.
 
@@ -86,7 +92,7 @@ def gated_delta_rule(
     TypeError, ValueError
         An argument has a wrong type, shape or range. Arguments are never modified.
     BackendUnavailable
-        An array is on a GPU.
+        The named backend cannot run here or keeps no steps to tap, or an array is on a GPU.
 
     Notes
     -----
@@ -118,25 +124,85 @@ def gated_delta_rule(
         raise BackendUnavailable(
             f"{on_gpu} is on a GPU, which gated_delta_rule does not use: copy it to the host first"
         )
-    problem = DeltaProblem.of(
-        **arrays, scale=scale, normalize=normalize, kv_lengths=kv_lengths, cu_seqlens=cu_seqlens
-    )
-    tap = safe_tap(tap)
-    O, S = problem.as_given(*_computed(backend, problem, chunk_size, tap))
+    arrays = {n: as_numpy(n, x) if library_of(x) in LIBRARIES else x for n, x in arrays.items()}
+    key = None
+    if tap is no_tap and kv_lengths is None and cu_seqlens is None and chunk_size is None:
+        key = _key(backend, arrays, scale, normalize, return_state)
+    plan = remembered.recall(key)
+    if plan is not None:
+        O, S = plan.run(_with_axes(arrays))
+    else:
+        problem = DeltaProblem.of(
+            **arrays, scale=scale, normalize=normalize, kv_lengths=kv_lengths, cu_seqlens=cu_seqlens
+        )
+        size = None if chunk_size is None else integer("chunk_size", chunk_size)
+        chosen = _chosen(backend, problem, size, tap)
+        if chosen == "cpu":
+            O, S = _on_cpu(backend, problem, has_state, key, arrays)
+        else:
+            O, S = _in_numpy(chosen, problem, size, safe_tap(tap))
+        O, S = problem.as_given(O, S)
     return (like(q, O), like(q, S)) if has_state else like(q, O)
 
 
-def _computed(backend: str, problem: DeltaProblem, chunk_size: int | None, tap: Tap) -> Any:
-    """Return O and the states of ``problem``."""
-    if chunk_size is not None and backend not in ("auto", "chunked"):
+def _key(backend: str, arrays: Mapping[str, Any], *options: Any) -> tuple[Any, ...] | None:
+    """Return all that a plan depends on, or None if no plan is stored for such arguments."""
+    values = remembered.by_value(options)
+    given = [x for x in arrays.values() if x is not None]
+    is_plain = all(type(x) is np.ndarray and x.flags.aligned for x in given)
+    if backend not in ("auto", "cpu") or values is None or not is_plain or arrays["q"].ndim != 4:
+        return None
+    return KERNEL, values, len(given), tuple((x.shape, x.strides, x.dtype) for x in given)
+
+
+def _with_axes(arrays: Mapping[str, Any]) -> list[Any]:
+    """Return the arrays as a ``DeltaProblem`` has them: g and beta with four axes."""
+    q, k, v, g, beta, state = arrays.values()
+    return [q, k, v, g if g.ndim == 4 else g[..., None], beta[..., None], state]
+
+
+def _chosen(backend: str, problem: DeltaProblem, size: int | None, tap: Tap) -> str:
+    """Return the backend that computes ``problem``; raise BackendUnavailable if it cannot run."""
+    if size is not None and backend not in ("auto", "chunked"):
         raise ValueError(
             f"chunk_size is given with backend {backend!r}, which has no chunks: expected "
             f"backend 'chunked'"
         )
-    if backend == "auto":
-        backend = "chunked" if tap is no_tap or chunk_size is not None else "recurrent"
-    equations = imported(EQUATIONS)
-    if backend == "recurrent":
+    reason = reason_without("cpu")
+    if backend == "cpu" and (reason or tap is not no_tap):
+        untapped = "it keeps no steps to tap; recurrent and chunked do"
+        raise BackendUnavailable(f"backend 'cpu' cannot run: {reason or untapped}")
+    if backend != "auto":
+        return backend
+    if size is not None or tap is not no_tap:
+        return "recurrent" if size is None else "chunked"
+    products = 4 * int(problem.rows[:, 2].sum()) * math.prod(problem.state_shape[1:])
+    is_worth = not reason and auto.worthwhile(KERNEL, problem, products / auto.DENSE_RATE)
+    return "cpu" if is_worth else "chunked"
+
+
+def _on_cpu(
+    backend: str, problem: DeltaProblem, has_state: bool, key: Any, arrays: Mapping[str, Any]
+) -> Any:
+    """Return O and the states, and remember the plan under ``key`` if it fits such arrays."""
+    try:
+        kernel = imported(KERNEL)
+        plan = kernel.Plan(problem, has_state)
+    except Exception as error:  # a numba that is broken may raise anything
+        if backend == "cpu":
+            raise BackendUnavailable(f"backend 'cpu' cannot run: {error}") from error
+        auto.give_up(error)
+        return _in_numpy("chunked", problem, None, no_tap)
+    if key is not None and plan.fits(problem, _with_axes(arrays)):
+        remembered.remember(key, plan)
+    return plan(problem)
+
+
+def _in_numpy(form: str, problem: DeltaProblem, size: int | None, tap: Tap) -> Any:
+    """Return O and the states, computed by the equations."""
+    start, equations = time.perf_counter(), imported(EQUATIONS)
+    if form == "recurrent":
         return equations.recurrent(problem, tap)
-    size = {} if chunk_size is None else {"size": integer("chunk_size", chunk_size)}
-    return equations.chunked(problem, tap, **size)
+    result = equations.chunked(problem, tap, **({} if size is None else {"size": size}))
+    auto.spent(time.perf_counter() - start if tap is no_tap and size is None else 0.0)
+    return result

@@ -9,7 +9,7 @@ import minimha
 from minimha import BackendUnavailable, gated_delta_rule
 from minimha.explain import Trace
 
-BACKENDS = ("recurrent", "chunked")
+BACKENDS = ("recurrent", "chunked", "cpu")
 nan = np.nan
 
 
@@ -193,6 +193,8 @@ def test_arrays_may_lack_a_batch_and_heads_and_have_any_strides(backend):
         index = (0,) * drop
         for got, right in zip(run(*(x[index] for x in given), backend=backend), exact, strict=True):
             np.testing.assert_allclose(got, right[index], rtol=0, atol=1e-12)
+        alone = gated_delta_rule(*(x[index] for x in given[:5]), backend=backend)
+        np.testing.assert_allclose(alone, naive(*given[:5])[0][index], rtol=0, atol=1e-12)
     turned = [np.asfortranarray(x) for x in given]
     twisted = [np.repeat(x[:, :, ::-1], 2, axis=-1)[:, :, ::-1, ..., ::2] for x in given[:3]]
     for strided in (turned, [*twisted, *turned[3:]]):

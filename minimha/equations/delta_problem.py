@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,12 @@ from minimha.equations.arguments import (
     number,
     of_one_dtype,
 )
-from minimha.equations.problem import lengths_of, of_one_rank
+from minimha.equations.problem import lengths_of, of_one_rank, stand_in
 from minimha.equations.sequences import one_per_entry, sequences_of
 
 Array = NDArray[Any]
+EPSILON = 1e-6  # added to the sum of squares under the root, as in flash-linear-attention
+NONE = np.empty((0, 0, 0, 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +93,16 @@ class DeltaProblem:
     def is_even(self) -> bool:
         """True if each batch entry is one sequence of L tokens: all can be computed at once."""
         return len(self.rows) == len(self.q) and bool((self.rows[:, 2] == self.q.shape[2]).all())
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array, Array, Array, Array | None]:
+        """q, k, v, g, beta and state."""
+        return self.q, self.k, self.v, self.g, self.beta, self.state
+
+    def without_numbers(self) -> DeltaProblem:
+        """Return a copy whose arrays take no memory."""
+        q, k, v = (stand_in(x.shape, self.dtype) for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, g=NONE, beta=NONE, state=None)
 
     def sequences(self) -> Iterator[tuple[tuple[slice, slice, slice], slice]]:
         """Yield the indices of each sequence's tokens and state, or of all if they are even."""

@@ -24,11 +24,10 @@ from collections.abc import Callable
 import numpy as np
 
 from minimha.equations.arguments import cast
-from minimha.equations.delta_problem import Array, DeltaProblem
+from minimha.equations.delta_problem import EPSILON, Array, DeltaProblem
 from minimha.equations.dense import for_query_heads
 from minimha.equations.tap import Tap, no_tap, staged
 
-EPSILON = 1e-6  # added to the sum of squares under the root, as in flash-linear-attention
 CHUNK = 64  # tokens
 # Takes q, k, v, β and exp(g), (B, H, L, ·) each, and S (B, H, D, Dv); returns O and the last S.
 Form = Callable[[list[Array], Array, Tap], tuple[Array, Array]]
