@@ -17,7 +17,8 @@ from minimha.equations.merge import merge
 
 __all__ = [
     "BackendUnavailable", "BlockMask", "attention", "backends", "block_mask", "check", "compile",
-    "dialects", "explain", "get_num_threads", "layers", "merge", "models", "set_num_threads",
+    "dialects", "explain", "gated_delta_rule", "get_num_threads", "layers", "merge", "models",
+    "set_num_threads",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
     from minimha import dialects, explain, layers, models
     from minimha import distributed as distributed
     from minimha.check import check
+    from minimha.delta_rule import gated_delta_rule
 else:
 
     def __getattr__(name):
         """Import a package when it is first used, so that ``import minimha`` stays fast."""
+        if name == "gated_delta_rule":
+            return import_module(f"{__name__}.delta_rule").gated_delta_rule
         if name in (*__all__, "distributed"):  # not in __all__, since it needs dask
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -104,10 +104,10 @@ def backends() -> dict[str, str | None]:
     >>> backends()["dense"] is None
     True
     """
-    return {name: _reason(name) for name in BACKENDS}
+    return {name: reason_without(name) for name in BACKENDS}
 
 
-def _reason(backend: str) -> str | None:
+def reason_without(backend: str) -> str | None:
     """Return why ``backend`` cannot run, or None; only "cuda" initializes NVIDIA's driver."""
     if backend == "cuda":
         return reason_without_cuda()
@@ -129,7 +129,8 @@ def compile(
     ----------
     dtypes : dtype or sequence of dtype, default ("float32",)
         "float32", "float64", "float16" and "bfloat16", as strings or NumPy's dtypes. On the CPU
-        each dtype needs two kernels, for many queries and for few.
+        each dtype needs three kernels: attention with many queries and with few, and
+        ``gated_delta_rule``.
     progress : callable, optional
         Called with the name of each kernel before compilation. Default is to report nothing.
     backend : {"cpu", "cuda"}, default "cpu"
@@ -157,7 +158,7 @@ def compile(
         choice("dtypes", name, DTYPES)
     choice("backend", backend, ("cpu", "cuda"))
     kernels = f"the {backend.upper()} kernels"
-    reason = _reason(backend)
+    reason = reason_without(backend)
     if reason:
         raise BackendUnavailable(f"{kernels} cannot be compiled: {reason}")
     ahead = imported(AHEAD[backend])
@@ -217,7 +218,7 @@ def block_mask(
     Lq, Lk = integer("Lq", Lq, 0), integer("Lk", Lk, 0)
     offset = integer("q_offset", q_offset, 1 - MAX_OFFSET)
     find = blocks.states
-    if not _reason("cpu"):
+    if not reason_without("cpu"):
         find = imported("minimha.kernels.cpu.blocks").block_states
     states = find(mask_mod, num_batch, num_heads, Lq, Lk, np.full(num_batch, offset))
     return BlockMask(mask_mod, states, Lq, Lk, (offset,))
@@ -489,7 +490,7 @@ def _in_blocks(
     problem = outline(arguments)
     chosen: Backend = backend
     if backend == "auto":
-        is_dense = auto.choose(problem) == "dense" or _reason("cpu")
+        is_dense = auto.choose(problem) == "dense" or reason_without("cpu")
         chosen = "dense" if is_dense else "cpu"
 
     def attend(*qkv: Any, **options: Any) -> Any:
@@ -516,7 +517,7 @@ def _computed(
     is_auto, is_tapped = backend == "auto", tap is not no_tap
     if is_auto:
         backend = "dense" if is_tapped else auto.choose(problem)
-        if backend == "cpu" and _reason("cpu"):
+        if backend == "cpu" and reason_without("cpu"):
             backend = "dense"
     module = _module(backend, problem, is_tapped)
     if backend == "cpu":
@@ -559,7 +560,7 @@ def _device_module(backend: str, name: str, tap: Tap, packing: list[str]) -> Any
 @cache  # numba and the driver stay available
 def _cuda() -> Any:
     """Return the module of the backend "cuda"; raise BackendUnavailable if it cannot run."""
-    reason = _reason("cuda")
+    reason = reason_without("cuda")
     if reason:
         raise BackendUnavailable(f"backend 'cuda' cannot run: {reason}")
     return imported(BACKENDS["cuda"])
@@ -567,7 +568,7 @@ def _cuda() -> Any:
 
 def _module(backend: str, problem: Problem, is_tapped: bool) -> Any:
     """Return the module of ``backend``; raise BackendUnavailable if it cannot run ``problem``."""
-    reason = UNTAPPED if is_tapped and backend not in TAPPED else _reason(backend)
+    reason = UNTAPPED if is_tapped and backend not in TAPPED else reason_without(backend)
     if not reason:
         try:
             module: Any = imported(BACKENDS[backend])

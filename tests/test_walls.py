@@ -20,8 +20,9 @@ CORE = {
     "equations": set(),
     "kernels": {"equations"},
     "api": {"kernels", "equations"},
+    "delta_rule": {"api", "kernels", "equations"},
     "explain": {"equations"},
-    "layers": {"api", "equations"},
+    "layers": {"delta_rule", "api", "equations"},
     "examples": {"explain", "layers", "api", "equations"},
     "bench": {"api", "kernels", "equations"},
 }
@@ -34,7 +35,8 @@ ANNEXES = {
 }
 ABOVE = {
     "minimha": {
-        "check", "dialects", "distributed", "explain", "layers", "models", "api", "equations",
+        "check", "delta_rule", "dialects", "distributed", "explain", "layers", "models", "api",
+        "equations",
     },
     "cli": {*CORE, *ANNEXES, "minimha"},
     "__main__": {"cli"},

@@ -138,7 +138,7 @@ class Problem:
         sequences = sequences_of(q4.shape, k4.shape, cu_seqlens_q, cu_seqlens_k, block_table)
         if sequences is not None:
             _refuse_over_scores(attn_mask=attn_mask, attn_bias=attn_bias)
-        lengths = _lengths(kv_lengths, shape, sequences, len(k4))
+        lengths = lengths_of(kv_lengths, shape, sequences, len(k4))
         functions = taken(score_mod=score_mod, mask_mod=mask_mod)
         given = {name: checked(name, x.function) for name, x in functions.items()}
         left, right = _window(window_size)
@@ -296,7 +296,13 @@ def _arrays(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, is_paged: bool
 ) -> tuple[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
     """Return the rank, and 4-D q, k and v of one dtype; axis 0 of paged k and v counts pages."""
-    given = of_one_dtype(q=q, k=k, v=v)
+    rank, (q4, k4, v4) = of_one_rank(of_one_dtype(q=q, k=k, v=v))
+    _check_shapes(q4, k4, v4, is_paged)
+    return rank, (q4, k4, v4)
+
+
+def of_one_rank(given: dict[str, NDArray[Any]]) -> tuple[int, list[NDArray[Any]]]:
+    """Return the number of dimensions of q, k and v, which must be equal, and 4-D views."""
     rank = given["q"].ndim
     for name, array in given.items():
         if array.ndim not in RANKS:
@@ -310,9 +316,7 @@ def _arrays(
                 f"{name_of(name)} has {counted(array.ndim, 'dimension')}, shape {array.shape}, but "
                 f"{Q} has {rank}: {Q}, {K} and {V} must all be {RANKS[rank]}"
             )
-    q4, k4, v4 = (array[(None,) * (4 - rank)] for array in given.values())
-    _check_shapes(q4, k4, v4, is_paged)
-    return rank, (q4, k4, v4)
+    return rank, [array[(None,) * (4 - rank)] for array in given.values()]
 
 
 def _check_shapes(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], is_paged: bool) -> None:
@@ -396,7 +400,7 @@ def _offset(
     if isinstance(q_offset, Relative):
         return q_offset.offset
     if q_offset is not None:
-        return _per_batch("q_offset", q_offset, len(lengths), (1 - MAX_OFFSET, MAX_OFFSET - 1))
+        return per_batch("q_offset", q_offset, len(lengths), (1 - MAX_OFFSET, MAX_OFFSET - 1))
     unequal, of_sequence = Lq != Lk, ""
     if sequences is not None:
         num_queries, num_keys = sequences.queries[:, 2], sequences.room
@@ -415,7 +419,7 @@ def _offset(
     return np.zeros(len(lengths), np.int64)
 
 
-def _lengths(
+def lengths_of(
     kv_lengths: ArrayLike | None, shape: Shape, sequences: Sequences | None, num_pages: int
 ) -> NDArray[np.int64]:
     """Return the number of keys of each sequence, or of each batch entry."""
@@ -423,7 +427,7 @@ def _lengths(
     if sequences is None:
         if kv_lengths is None:
             return np.array([Lk] * B, np.int64)  # several times as fast as np.full
-        return _per_batch("kv_lengths", kv_lengths, B, (0, Lk))
+        return per_batch("kv_lengths", kv_lengths, B, (0, Lk))
     is_paged, n = sequences.page_size != ONE_PAGE, len(sequences.room)
     if kv_lengths is None and not is_paged:
         return sequences.room
@@ -431,7 +435,7 @@ def _lengths(
         raise ValueError(
             f"{name_of('block_table')} needs kv_lengths, the number of keys of each sequence"
         )
-    lengths = _per_batch("kv_lengths", kv_lengths, n, (0, int(sequences.room.max(initial=0))))
+    lengths = per_batch("kv_lengths", kv_lengths, n, (0, int(sequences.room.max(initial=0))))
     beyond = np.flatnonzero(lengths > sequences.room)
     if beyond.size:
         s = beyond[0]
@@ -444,7 +448,7 @@ def _lengths(
     return lengths
 
 
-def _per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> NDArray[np.int64]:
+def per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> NDArray[np.int64]:
     """Return ``value``, one integer or one per batch entry, as an array (B,) within ``limits``."""
     array = rectangular(name, value)
     items = array.ravel().tolist()  # Python's integers, which do not wrap around

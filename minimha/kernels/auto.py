@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from types import ModuleType
+from typing import Any
 
 from minimha.equations.problem import Problem
 from minimha.kernels.forks import imported
@@ -28,23 +29,35 @@ _warned: set[str] = set()  # reasons why functions could not be compiled
 
 def choose(problem: Problem) -> str:
     """Return the backend for ``problem``: "cpu" or "dense"."""
-    if _broken:
-        return "dense"
-    # A module that another thread is importing is in sys.modules too; importing it waits.
-    loaded = _imported() if BACKEND in sys.modules else None
-    if loaded and loaded.is_ready(problem):
-        return _supporting(loaded, problem)
     D, Dv = problem.q.shape[3], problem.v.shape[3]
-    cost = _spent + problem.num_pairs * (D + Dv) / DENSE_RATE
-    if cost < LOADING:
-        return "dense"
-    backend = _imported()
-    if backend is None:
-        return "dense"
     scores = problem.num_pairs * problem.compute.itemsize
-    if cost < COMPILING and scores < DENSE_MEMORY and not backend.is_stored(problem):
-        return "dense"
-    return _supporting(backend, problem)
+    seconds = problem.num_pairs * (D + Dv) / DENSE_RATE
+    backend = worthwhile(BACKEND, problem, seconds, is_large=scores >= DENSE_MEMORY)
+    return "dense" if backend is None else _supporting(backend, problem)
+
+
+def worthwhile(
+    name: str, problem: Any, seconds: float, *, is_large: bool = False
+) -> ModuleType | None:
+    """Return the module ``name`` if its kernel is worth preparing for ``problem``, or else None.
+
+    NumPy takes about ``seconds``, and too much memory if the problem ``is_large``.
+    """
+    if _broken:
+        return None
+    # A module that another thread is importing is in sys.modules too; importing it waits.
+    loaded = _imported(name) if name in sys.modules else None
+    if loaded and loaded.is_ready(problem):
+        return loaded
+    cost = _spent + seconds
+    if cost < LOADING:
+        return None
+    backend = _imported(name)
+    if backend is None:
+        return None
+    if cost < COMPILING and not is_large and not backend.is_stored(problem):
+        return None
+    return backend
 
 
 def spent(seconds: float) -> None:
@@ -71,9 +84,9 @@ def _supporting(backend: ModuleType, problem: Problem) -> str:
     return "dense"
 
 
-def _imported() -> ModuleType | None:
+def _imported(name: str) -> ModuleType | None:
     try:
-        module: ModuleType = imported(BACKEND)
+        module: ModuleType = imported(name)
         return module
     except Exception as error:  # a numba that is broken may raise anything
         give_up(error)

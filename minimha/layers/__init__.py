@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "Cache",
+    "DeltaCache",
     "DynamicNTKScaling",
+    "GatedDeltaNet",
     "KVCache",
     "LatentAttention",
     "LatentCache",
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from minimha.layers.biases import alibi_slopes, t5_bias, t5_buckets
     from minimha.layers.cache import KVCache
     from minimha.layers.cosine import cosine_attention
+    from minimha.layers.delta import DeltaCache, GatedDeltaNet
     from minimha.layers.latent import LatentAttention, LatentCache
     from minimha.layers.multihead import MultiHeadAttention, attention_weights
     from minimha.layers.pages import PagedKVCache, PagePool
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
 else:
     MODULES = (
         "protocols", "multihead", "scalings", "rope", "cache", "pages", "latent", "biases",
-        "additive", "cosine",
+        "additive", "cosine", "delta",
     )  # fmt: skip
 
     def __getattr__(name):

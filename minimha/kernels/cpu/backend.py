@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu import functions, rung4_parallel, rung5_decode, rung6_matrix_unit
+from minimha.kernels.cpu import (
+    delta_rule,
+    functions,
+    rung4_parallel,
+    rung5_decode,
+    rung6_matrix_unit,
+)
 from minimha.kernels.cpu.kernel import CompilationFailed, Kernel, Plan
 from minimha.kernels.cpu.pool import pool
 from minimha.kernels.cpu.threads import get_num_threads
@@ -109,7 +115,7 @@ def compile_ahead(
     wanted = [
         (module.KERNEL, np.dtype(storage))
         for storage in dict.fromkeys(STORAGE[dtype] for dtype in dtypes)
-        for module in rungs(np.dtype(storage))
+        for module in (*rungs(np.dtype(storage)), delta_rule)
     ]
     missing = [(kernel, dtype) for kernel, dtype in wanted if not kernel.file(dtype).read()]
     threads = get_num_threads()

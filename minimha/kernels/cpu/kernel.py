@@ -301,12 +301,7 @@ class Plan:
         return is_light and is_general and is_direct
 
     def _is_readable(self, array: NDArray[Any]) -> bool:
-        """Return whether a kernel can read ``array`` in place, 16-bit numbers as their bits."""
-        size = self.storage.itemsize
-        if array.itemsize != size or not array.flags.aligned:
-            return False
-        is_contiguous = array.shape[3] <= 1 or array.strides[3] == size
-        return is_contiguous and not any(stride % size for stride in array.strides)
+        return is_readable(array, self.storage.itemsize)
 
     def _layout(self, array: NDArray[Any]) -> Layout:
         if self._is_readable(array):
@@ -316,6 +311,17 @@ class Plan:
     def _copy(self, array: NDArray[Any]) -> NDArray[Any]:
         is_widened = array.itemsize != self.storage.itemsize
         return np.require(array, self.storage if is_widened else None, ["C", "ALIGNED"])
+
+
+def is_readable(array: NDArray[Any], size: int) -> bool:
+    """Return whether a kernel can read ``array`` in place as items of ``size`` bytes.
+
+    16-bit numbers are read as their bits. The last axis must be contiguous.
+    """
+    if array.itemsize != size or not array.flags.aligned:
+        return False
+    is_contiguous = array.shape[3] <= 1 or array.strides[3] == size
+    return is_contiguous and not any(stride % size for stride in array.strides)
 
 
 def _signature(storage: np.dtype[Any]) -> Any:

@@ -284,7 +284,7 @@ def test_a_container_compiles_nothing_after_its_build(fresh):
 
 @pytest.fixture
 def others(folder, monkeypatch):
-    """Processes that would compile the second kernel of two; they sleep instead."""
+    """Processes that would compile the second kernel of three; they sleep instead."""
     started = []
 
     def start(command, **options):
@@ -324,7 +324,7 @@ def test_this_process_compiles_what_another_one_does_not(can_start, others, monk
     if not can_start:
         monkeypatch.setattr(subprocess, "Popen", fail)
     kept = backend.compile_ahead(["float32"], told.append)
-    assert compiled == told == ["tiles-float32", "decode-float32"]
+    assert compiled == told == ["tiles-float32", "delta_rule-float32", "decode-float32"]
     assert kept == dict.fromkeys(compiled)
     assert len(others) == can_start
 

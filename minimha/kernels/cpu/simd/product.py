@@ -25,8 +25,8 @@ def whole_tiles(rows):
     return -(-rows // ROWS) * ROWS
 
 
-def _register_tile(vectors, adds):
-    """Return a primitive for a register tile of ``ROWS`` × ``vectors`` vectors of sums.
+def register_tile(vectors, adds, rows=ROWS):
+    """Return a primitive for a register tile of ``rows`` × ``vectors`` vectors of sums.
 
     If fewer rows are left, the last row is read again instead of each missing row.
     """
@@ -53,11 +53,11 @@ def _register_tile(vectors, adds):
             last = builder.sub(left, INT(1))
             present = [
                 builder.select(builder.icmp_signed("<", INT(r), left), INT(r), last)
-                for r in range(ROWS)
+                for r in range(rows)
             ]
             rows_of_A = [row_of(A, a_row, r) for r in present]
-            rows_of_C = [row_of(C, c_row, INT(r)) for r in range(ROWS)]
-            tile = [(r, n) for r in range(ROWS) for n in range(vectors)]
+            rows_of_C = [row_of(C, c_row, INT(r)) for r in range(rows)]
+            tile = [(r, n) for r in range(rows) for n in range(vectors)]
             factors = [vector.load(builder, F, n) for n in range(vectors)]
             zeros = [vector.constant(0.0)] * len(tile)
 
@@ -90,7 +90,7 @@ def _register_tile(vectors, adds):
 
 
 def _tile_product(adds):
-    tile_3, tile_2, tile_1 = (_register_tile(vectors, adds) for vectors in (3, 2, 1))
+    tile_3, tile_2, tile_1 = (register_tile(vectors, adds) for vectors in (3, 2, 1))
 
     def product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth):
         for r in range(0, rows, ROWS):
