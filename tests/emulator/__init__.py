@@ -56,10 +56,10 @@ Source: PTX ISA 9.0, chapters 4 and 5 (syntax, state spaces, types), 9 (instruct
 (special registers).
 """
 
-from emulator.launch import Emulator, flattened, forward, ptx_of, run
+from emulator.launch import Emulator, compiled, flattened, forward, ptx_of, run
 from emulator.memory import ARENA, Arena
 from emulator.team import PTXError
 
 __all__ = [
-    "ARENA", "Arena", "Emulator", "PTXError", "flattened", "forward", "ptx_of", "run",
+    "ARENA", "Arena", "Emulator", "PTXError", "compiled", "flattened", "forward", "ptx_of", "run",
 ]  # fmt: skip

@@ -10,8 +10,6 @@ References: NVIDIA, "CUDA Binary Utilities", section on nvdisasm.
 """
 
 import re
-import subprocess
-from pathlib import Path
 from typing import NamedTuple
 
 TENSOR_CORE = ("HMMA", "HGMMA")  # mma.sync, wgmma
@@ -26,12 +24,6 @@ class Instruction(NamedTuple):
 
     name: str
     target: int | None
-
-
-def disassemble(nvdisasm: str, cubin: Path) -> list[Instruction]:
-    """Return the instructions of the kernel in the file ``cubin``; ``nvdisasm`` is a path."""
-    command = [nvdisasm, "-c", str(cubin)]
-    return parse(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def parse(listing: str) -> list[Instruction]:
