@@ -83,8 +83,6 @@ class Emulator:
                 if not shared.arrivals:
                     refuse_deadlock(teams)
                 shared.arrivals.pop(0).happen()
-        if any(team.copies for team in teams):
-            raise PTXError("the kernel ends before its cp.async were waited for")
         if any(team.products for team in teams):
             raise PTXError("the kernel ends before its wgmma were waited for")
 
