@@ -401,7 +401,8 @@ def _refusal(status: Any, device: Device) -> DeviceError:
     return DeviceError(
         f"NVIDIA's driver, which is for CUDA {version // 1000}.{version % 1000 // 10}, does "
         f"not load code that a newer CUDA compiled for compute capability {device.cc[0]}."
-        f"{device.cc[1]} ({status.name}): update the driver"
+        f"{device.cc[1]} ({status.name}): update it to 580 or later, or install the extra cuda12 "
+        f"in place of cuda, which takes drivers from 525 on"
     )
 
 

@@ -268,7 +268,8 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch):
     standin.driver.fail("cuModuleLoadData", driver.CUresult.CUDA_ERROR_INVALID_IMAGE)
     sentence = (
         r"NVIDIA's driver, which is for CUDA 13\.0, does not load code that a newer CUDA compiled "
-        r"for compute capability 9\.0 \(CUDA_ERROR_INVALID_IMAGE\): update the driver"
+        r"for compute capability 9\.0 \(CUDA_ERROR_INVALID_IMAGE\): update it to 580 or later, or "
+        r"install the extra cuda12 in place of cuda, which takes drivers from 525 on"
     )
     with pytest.raises(gpu.DeviceError, match=sentence):
         attention(*problem())
