@@ -70,11 +70,9 @@ def run(args: argparse.Namespace) -> None:
         )
     from minimha.kernels.cuda import ptxas
 
-    unknown = {"ptxas": "registers, stack and spill", "nvdisasm": "instructions per product"}
-    for program, what in unknown.items():
-        if ptxas.program(program) is None:
-            words = f"{program} is not found, so {what} are unknown; it comes with the CUDA toolkit"
-            print("minimha:", words, file=sys.stderr)
+    if ptxas.nvdisasm() is None:
+        unknown = f"so {', '.join(ptxas.IN_CODE)} are unknown; it comes with the CUDA toolkit"
+        print("minimha: nvdisasm is not found,", unknown, file=sys.stderr)
     with render.busy(sys.stderr, "compiling the CUDA rungs"):
         found = [record._asdict() for record in ptxas.assembled(tuple(rungs))]
     rows = [

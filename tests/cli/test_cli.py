@@ -162,7 +162,7 @@ def test_what_ptxas_says(run):
     assert {(r["arch"], r["dtype"], r["head_dim"]) for r in records} >= {
         ("sm_80", "float32", 64), ("sm_90", "float32", 128),
     }  # fmt: skip
-    by_ptxas = "registers stack spill warnings per_product tile_local"
+    by_ptxas = "registers stack spill warnings per_product tile_local all_local"
     counts = "local mma ldmatrix cp_async"
     assert list(records[0]) == f"rung kernel arch dtype head_dim {by_ptxas} {counts}".split()
     assert (records[0]["mma"], records[0]["per_product"]) == (0, None)

@@ -35,6 +35,7 @@ In both modes these are a ``PTXError``, too:
 - shared memory that is read before it is written, or while a ``cp.async`` to it is in flight: a
   copy arrives only when a thread waits for it; one that arrives at an mbarrier, only when no thread
   can do anything else;
+- a thread that exits while copies of its own are in flight;
 - threads that wait for ever; the message names what each of them waits for;
 - an address outside of every array, across two of them (gaps separate arrays), or not a multiple of
   the size of the access;
@@ -56,10 +57,10 @@ Source: PTX ISA 9.0, chapters 4 and 5 (syntax, state spaces, types), 9 (instruct
 (special registers).
 """
 
-from emulator.launch import Emulator, flattened, forward, ptx_of, run
+from emulator.launch import Emulator, compiled, flattened, forward, ptx_of, run
 from emulator.memory import ARENA, Arena
 from emulator.team import PTXError
 
 __all__ = [
-    "ARENA", "Arena", "Emulator", "PTXError", "flattened", "forward", "ptx_of", "run",
+    "ARENA", "Arena", "Emulator", "PTXError", "compiled", "flattened", "forward", "ptx_of", "run",
 ]  # fmt: skip

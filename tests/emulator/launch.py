@@ -83,8 +83,6 @@ class Emulator:
                 if not shared.arrivals:
                     refuse_deadlock(teams)
                 shared.arrivals.pop(0).happen()
-        if any(team.copies for team in teams):
-            raise PTXError("the kernel ends before its cp.async were waited for")
         if any(team.products for team in teams):
             raise PTXError("the kernel ends before its wgmma were waited for")
 
@@ -96,16 +94,26 @@ def flattened(arguments):
     return [arguments]
 
 
-def ptx_of(launch, cc=(9, 0)):
-    """The PTX of a launch's kernel, compiled once whatever the grid and the shared memory."""
+def compiled(launch, cc=(9, 0)):
+    """A launch's kernel, compiled once whatever the grid and the shared memory."""
     return _compiled(launch._replace(grid=(1, 1, 1), shared=0), cc)
 
 
 @cache
 def _compiled(launch, cc):
-    from minimha.kernels.cuda.launch import ptx  # needs numba-cuda
+    from minimha.kernels.cuda import linker  # needs numba-cuda
 
-    return ptx(launch, cc)
+    return linker.compiled(launch, cc)
+
+
+@cache
+def _ptx(kernel):
+    return kernel.ptx()
+
+
+def ptx_of(launch, cc=(9, 0)):
+    """The PTX of a launch's kernel, which is the text that becomes its machine code."""
+    return _ptx(compiled(launch, cc))
 
 
 decoded = cache(Emulator)  # from its text

@@ -280,7 +280,7 @@ class Team:
             chosen = np.True_ if guard is None else self.holds(guard)
             if chosen.all():
                 if kind == "exit":
-                    self.is_alive[:] = False
+                    self._exit(np.ones(self.size, bool))
                     return
                 pc = target
             elif chosen.any():
@@ -336,9 +336,17 @@ class Team:
         """Let ``chosen`` exit or branch to ``target``, and ``rest`` continue at ``following``."""
         self.pc[rest] = following
         if kind == "exit":
-            self.is_alive &= ~chosen
+            self._exit(chosen)
         else:
             self.pc[chosen] = target
+
+    def _exit(self, chosen):
+        """Let the threads that are ``chosen`` end, without copies of theirs in flight."""
+        for copy in self.copies:
+            if chosen[copy.lanes].any():
+                thread = self.thread[copy.lanes[chosen[copy.lanes]][0]]
+                raise PTXError(f"thread {thread} exits before its cp.async were waited for")
+        self.is_alive &= ~chosen
 
     def _execute(self, start, stop):
         """Execute the instructions from ``start`` to before ``stop``, which all fall through."""

@@ -99,6 +99,12 @@ def test_values_that_are_searched_before_they_are_there_are_caught(rung):
         error(rung, None, replaced(r"cp\.async\.wait_all;", 0, ""), keys=PARTIAL)
 
 
+@pytest.mark.parametrize("order", [None, 0])
+def test_a_copying_thread_that_exits_before_its_last_copies_have_landed_is_caught(rung, order):
+    with pytest.raises(PTXError, match=r"exits before its cp\.async were waited for"):
+        error(rung, order, replaced(r"cp\.async\.wait_all;", -1, ""))
+
+
 @pytest.mark.parametrize("number", range(5))  # two in the warps that copy, three in the others
 @pytest.mark.parametrize("by", [OTHER_PHASE, NO_PHASE])
 def test_each_wait_for_a_wrong_phase_or_for_none_is_caught(rung, number, by):

@@ -24,6 +24,7 @@ COPY = "cp.async.ca.shared.global [%r7+64], [%d3], 4;"
 ARRIVE = f"mbarrier.arrive.shared::cta.b64 %d6, [{FULL}];"
 ARRIVE_WITH_COPIES = f"cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{FULL}];"
 RELEASE = f"bar.warp.sync 0xffffffff; @%p0 bra KEPT#; mbarrier.arrive.b64 %d6, [{EMPTY}]; KEPT#:"
+LANDED = "cp.async.wait_all;"
 LOOP = "@!%p2 bra "
 
 
@@ -36,7 +37,7 @@ def read(order, *, fill=WRITE, arrive=ARRIVE, change=lambda text: text):
     lines = [START]
     for n in range(ROUNDS):
         lines += [wait(f"EMPTY{n}", EMPTY, n + 1 & 1), (fill + arrive).replace("#", str(n))]
-    lines.append("bra DONE; CONSUMER:")
+    lines.append(LANDED + "bra DONE; CONSUMER:")
     for n in range(ROUNDS):
         lines += [wait(f"FULL{n}", FULL, n & 1), "ld.shared.u32 %r8, [%r7+64];"]
         lines += ["add.u32 %r9, %r9, %r8;", RELEASE.replace("#", str(n))]
@@ -115,7 +116,13 @@ def test_what_is_written_after_the_arrival_is_a_race(order):
 @pytest.mark.parametrize("arrive", [ARRIVE, ARRIVE_WITH_COPIES + COPY])
 def test_only_copies_that_arrive_themselves_have_landed(arrive, order):
     with pytest.raises(PTXError, match=r"cp\.async"):
-        read(order, fill=COPY, arrive=arrive)
+        read(order, fill=COPY, arrive=arrive, change=without(LANDED))
+
+
+@pytest.mark.parametrize("order", [None, 0, 1])
+def test_a_thread_that_exits_while_its_copies_are_in_flight_is_noticed(order):
+    with pytest.raises(PTXError, match=r"thread \d+ exits before its cp\.async were waited for"):
+        read(order, fill=COPY, arrive=ARRIVE_WITH_COPIES, change=without(LANDED))
 
 
 @pytest.mark.parametrize("order", [None, 0, 1])

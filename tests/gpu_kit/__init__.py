@@ -9,7 +9,7 @@ folder to copy there: ``sh run.sh probe check tests bench profile sanitize``, or
 build     compiles the kernels and writes the folder
 tape      a call's use of the driver, recorded through the tests' stand-in for it
 cases     the problems of ``check``, the same numbers on every machine
-check     in the folder: plays the tape on the GPU, and compares with float64
+check     in the folder: plays the tape on the GPU, compares with float64, and measures
 calls     in the folder: the problems of the bench, once each, to be profiled
 carried   in the folder: runs a program with the compiled kernels of the folder
 run.sh    in the folder: the commands

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -151,6 +152,27 @@ def _of_tests() -> list[Any]:
     return asked
 
 
+def _timed(tape: Any, sample: bool) -> Iterator[dict[str, Any]]:
+    """Record the calls to be measured, whose numbers are made where they are measured."""
+    from gpu_kit.cases import label, timed
+    from minimha.equations.problem import Problem
+    from minimha.kernels.cuda import backend
+    from minimha.kernels.ladder import IF_NAMED
+
+    for case in timed(sample):
+        if case["rung"] in IF_NAMED and tape.cc != backend.HOPPER:
+            continue
+        print(f"\r{label(case):90}", end="", file=sys.stderr)
+        dtype = np.dtype(getattr(import_module("ml_dtypes"), case["dtype"], case["dtype"]))
+        q = np.zeros([case[letter] for letter in ("B", "H", "Lq", "D")], dtype)
+        k = np.zeros([case[letter] for letter in ("B", "Hkv", "Lk", "D")], dtype)
+        given = Problem.of(q, k, k)
+        tape.is_timed = True
+        one = tape.record(lambda rung=case["rung"], given=given: backend.solve(rung, given))
+        tape.is_timed = False
+        yield {"case": case, **one, "downloads": []}
+
+
 def _record(folder: Path, tape: Any, sample: bool) -> None:
     """Write what the calls of all cases do."""
     from gpu_kit.cases import cases, label, problem
@@ -170,6 +192,6 @@ def _record(folder: Path, tape: Any, sample: bool) -> None:
         print(f"\r{label(case):90}", end="", file=sys.stderr)
         one = tape.record(lambda rung=case["rung"], given=given: backend.solve(rung, given))
         recorded.append({"case": case, **one})
-    whole = {"cc": list(tape.cc), "cases": recorded}
+    whole = {"cc": list(tape.cc), "cases": recorded, "timed": list(_timed(tape, sample))}
     (folder / "tape.json").write_text(json.dumps(whole))
     np.savez_compressed(folder / "tape.npz", **tape.contents)

@@ -31,7 +31,34 @@ def cases(sample=False):
         for dtype, D, Lq in product(dtypes, WIDTHS, lengths):
             sizes = {"B": 2, "H": 4, "Hkv": 2, "Lq": Lq, "Lk": 203, "D": D}
             found += [{"rung": rung, "dtype": dtype, **sizes, "options": x} for x in WIDTHS[D]]
+            if D in (64, 128):  # nine tiles and more, so that every buffer is used again
+                long = sizes | {"Lk": 1200}
+                found += [{"rung": rung, "dtype": dtype, **long, "options": "none"}]
     return found
+
+
+def timed(sample=False):
+    """The cases to measure: as many queries in all at every length."""
+    found = []
+    lengths, widths = ((64,), (16,)) if sample else ((1024, 4096, 16384), (64, 128))
+    for rung, dtypes in RUNGS.items():
+        if rung < "cuda.rung3" or (sample and "rung4" not in rung):
+            continue
+        for L, D in product(lengths, widths):
+            sizes = {"B": max(lengths) // L, "H": 16 if dtypes[0] == "bfloat16" else 4}
+            sizes |= {"Hkv": sizes["H"], "Lq": L, "Lk": L, "D": D}
+            if "decode" in rung:
+                sizes |= {"B": 4, "H": 32, "Hkv": 8, "Lq": 1}
+            found.append({"rung": rung, "dtype": dtypes[0], **sizes, "options": "none"})
+    return found
+
+
+def work(case):
+    """What a call does: "FLOP" of the two products, or "bytes" of keys and values, and how many."""
+    B, H, Hkv, Lq, Lk, D = (case[letter] for letter in ("B", "H", "Hkv", "Lq", "Lk", "D"))
+    if "decode" in case["rung"]:
+        return "bytes", 2 * B * Hkv * Lk * D * (4 if case["dtype"] == "float32" else 2)
+    return "FLOP", 4 * B * H * Lq * Lk * D
 
 
 def numbers(shape, seed):

@@ -1,18 +1,28 @@
 """Every carried kernel on this machine's GPU: against float64, with poisoned outputs, three times.
 
-    python check.py [--only TEXT] [--runs N] [--limit SECONDS] [--output FILE]
+    python check.py [--only TEXT] [--runs N] [--limit SECONDS] [--each SECONDS] [--output FILE]
 
 needs Python, NumPy and NVIDIA's driver. It plays ``tape.json``: memory is filled with what a call
 of minimha uploads, and everything else with bytes 0xFF, which is NaN; kernels are launched with the
 same arguments; O and L are compared with the dense equations in float64. Between runs all of the
 memory is filled again, and what they compute must be equal bit by bit: a difference is a race.
-The exit status is 0 if all is right, 1 if something is wrong, 2 if something is lacking.
+Last it measures whole calls by the GPU's clock. The exit status is 0 if all is right, 1 if
+something is wrong, 2 if something is lacking.
+
+Cases are played in a child process, which is replaced after a hang, a crash or an error that loses
+the GPU's context, so that the others go on. FILE, JSON, is written after every case, and a table of
+everything in Markdown beside it, ``table.md``.
 """
 
 import argparse
 import ctypes
 import hashlib
 import json
+import os
+import select
+import shlex
+import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,6 +44,12 @@ from minimha.equations.problem import Problem  # noqa: E402
 DYNAMIC_SHARED = 48 << 10  # bytes of shared memory beyond which a kernel must opt in
 LARGEST_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+# CU_DEVICE_ATTRIBUTE_CLOCK_RATE, _MULTIPROCESSOR_COUNT, _MEMORY_CLOCK_RATE, _BUS_WIDTH
+CLOCK, MULTIPROCESSORS, MEMORY_CLOCK, BUS = 13, 16, 36, 37
+# Dense operations of a multiprocessor per cycle, 16 bits with sums in float32; CUDA C++ Programming
+# Guide, "Arithmetic Instructions", and NVIDIA's white papers of the architectures.
+ON_TENSOR_CORES = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096}
+MEASURED = 10  # runs of a timed case, after one that is not counted
 STICKY = range(700, 800)  # errors after which the context is lost
 # Two units in the last place of a number near 1, or rounding in sums.
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-5, "float64": 1e-11}
@@ -80,11 +96,36 @@ class Driver:
             raise DriverError(name, status, (text.value or b"an unknown error").decode())
 
     def compute_capability(self):
-        value, found = ctypes.c_int(), []
-        for attribute in (MAJOR, MINOR):
-            self("cuDeviceGetAttribute", ctypes.byref(value), attribute, 0)
-            found.append(value.value)
-        return found
+        return [self.attribute(MAJOR), self.attribute(MINOR)]
+
+    def attribute(self, number):
+        value = ctypes.c_int()
+        self("cuDeviceGetAttribute", ctypes.byref(value), number, 0)
+        return value.value
+
+    def peak(self, kind, dtype):
+        """The GPU's "FLOP" or "bytes" per second at its highest clocks, or 0 if unknown."""
+        if kind == "bytes":  # twice per clock, which is in kHz
+            return 2e3 * self.attribute(MEMORY_CLOCK) * self.attribute(BUS) / 8
+        cc = tuple(self.compute_capability())
+        of_fma = 128 if cc == (8, 0) else 256
+        each = of_fma if dtype == "float32" else ON_TENSOR_CORES.get(cc, 0)
+        return 1e3 * self.attribute(CLOCK) * self.attribute(MULTIPROCESSORS) * each
+
+    def milliseconds(self, launches, addresses):
+        """What the launches take, by the GPU's clock."""
+        events, took = (ctypes.c_void_p(), ctypes.c_void_p()), ctypes.c_float()
+        for event in events:
+            self("cuEventCreate", ctypes.byref(event), 0)
+        self("cuEventRecord", events[0], None)
+        for launch in launches:
+            self.launch(launch, addresses)
+        self("cuEventRecord", events[1], None)
+        self("cuEventSynchronize", events[1])
+        self("cuEventElapsedTime", ctypes.byref(took), *events)
+        for event in events:
+            self("cuEventDestroy_v2", event)
+        return took.value
 
     def allocate(self, size):
         address = ctypes.c_uint64()
@@ -172,7 +213,7 @@ def fault(case, results):
         got = got.reshape(*expected.shape[:3], -1) if name == "O" else got.reshape(expected.shape)
         got = got[..., : expected.shape[3]] if name == "O" else got
         is_finite = np.isfinite(expected)
-        if not np.array_equal(got[~is_finite], expected[~is_finite]):
+        if not np.array_equal(got[~is_finite], expected[~is_finite], equal_nan=True):
             return f"{name} is {got[~is_finite][:3]} where it should be {expected[~is_finite][:3]}"
         error = abs(got - expected)[is_finite].max(initial=0)
         if not error <= tolerance * max(1, abs(expected[is_finite]).max(initial=0)):
@@ -180,36 +221,135 @@ def fault(case, results):
     return None
 
 
-def check(options):
-    """Play the tape; the faults by the names of their cases, and how many cases were played."""
+def measured(driver, one):
+    """The median time of a timed case, its rate per second and the rate's share of the peak."""
+    case, dtype = one["case"], one["case"]["dtype"]
+    rng, addresses = np.random.default_rng(0), []
+    for size, content in one["blocks"]:
+        addresses.append(driver.allocate(size))
+        if content == "numbers":  # of the dtype; a bfloat16 is the upper half of a float32
+            there = rng.standard_normal(size // (4 if dtype == "float32" else 2), np.float32)
+            if dtype == "bfloat16":
+                there = (there.view(np.uint32) >> 16).astype(np.uint16)
+            driver.upload(addresses[-1], there)
+        elif content != "nan":
+            driver.upload(addresses[-1], np.load(HERE / "tape.npz")[content])
+    times = [driver.milliseconds(one["launches"], addresses) for _ in range(MEASURED + 1)]
+    for address in addresses:
+        driver.free(address)
+    kind, work = cases.work(case)
+    median = statistics.median(times[1:])
+    rate, peak = work / (median / 1e3), driver.peak(kind, dtype)
+    share = round(rate / peak, 3) if peak else None
+    return {"ms": round(median, 4), "rate": rate, "of": kind, "share": share}
+
+
+def serve(runs):
+    """Play the cases whose numbers are read, and write a line about each: this is the child."""
     tape = json.loads((HERE / "tape.json").read_text())
-    contents, driver = np.load(HERE / "tape.npz"), Driver()
-    if driver.compute_capability() != tape["cc"]:
-        arch, there = ("".join(map(str, x)) for x in (tape["cc"], driver.compute_capability()))
-        raise Lacking(
-            f"the kernels are compiled for sm_{arch}, and this GPU is sm_{there}: build the kit "
-            f"with --arch {there}"
-        )
-    faults, count, end = {}, 0, time.monotonic() + options.limit
-    wanted = [one for one in tape["cases"] if options.only in cases.label(one["case"])]
-    for one in wanted:
-        if time.monotonic() > end:
-            print(f"time is up: {len(wanted) - count} of {len(wanted)} cases are left out")
-            break
-        name = cases.label(one["case"])
-        count += 1
+    contents, driver = np.load(HERE / "tape.npz"), None
+    for line in sys.stdin:
+        found = {"wrong": None}
         try:
-            wrong = fault(one["case"], played(driver, one, contents, options.runs))
+            driver = driver or Driver()
+            if driver.compute_capability() != tape["cc"]:
+                arch, there = (
+                    "".join(map(str, x)) for x in (tape["cc"], driver.compute_capability())
+                )
+                raise Lacking(
+                    f"the kernels are compiled for sm_{arch}, and this GPU is sm_{there}: build "
+                    f"the kit with --arch {there}"
+                )
+            one = (tape["cases"] + tape["timed"])[int(line)]
+            if int(line) < len(tape["cases"]):
+                found["wrong"] = fault(one["case"], played(driver, one, contents, runs))
+            else:
+                found |= measured(driver, one)
+        except Lacking as lacking:
+            found["lacking"] = str(lacking)
         except DriverError as error:
-            wrong = str(error)
-            if error.status in STICKY:
-                faults[name] = wrong
-                print(f"WRONG {name}: {wrong}\nthe GPU's context is lost: run the others by --only")
+            found = {"wrong": str(error), "is_sticky": error.status in STICKY}
+        print(json.dumps(found), flush=True)
+
+
+class Child:
+    """The process that plays cases, started by the command that started this one."""
+
+    def __init__(self, runs):
+        python = shlex.split(os.environ.get("PYTHON") or shlex.quote(sys.executable))
+        command = [*python, str(Path(__file__).resolve()), "--child", "--runs", str(runs)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    def play(self, number, limit):
+        """What is found about a case; "is_over" if the child cannot play another one."""
+        try:
+            print(number, file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            return {"wrong": "its process ended before it began", "is_over": True}
+        if not select.select([self._process.stdout], [], [], limit)[0]:
+            return {"wrong": f"it does not end within {limit:g} s", "is_over": True}
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            return {"wrong": f"its process ended with status {status}", "is_over": True}
+        found = json.loads(line)
+        return found | {"is_over": found.pop("is_sticky", False)}
+
+    def end(self):
+        self._process.kill()
+        self._process.wait()
+
+
+def check(options):
+    """Play the tape, case by case, and write what is found after each; return it by case."""
+    tape = json.loads((HERE / "tape.json").read_text())
+    everything = [one["case"] for one in tape["cases"] + tape["timed"]]
+    wanted = [i for i, case in enumerate(everything) if options.only in cases.label(case)]
+    found, child, end = {}, None, time.monotonic() + options.limit
+    try:
+        for i in wanted:
+            if time.monotonic() > end:
+                print(f"time is up: {len(wanted) - len(found)} of {len(wanted)} cases are left out")
                 break
-        if wrong:
-            faults[name] = wrong
-            print(f"WRONG {name}: {wrong}", flush=True)
-    return faults, count
+            child = child or Child(options.runs)
+            one = child.play(i, options.each)
+            if "lacking" in one:
+                raise Lacking(one["lacking"])
+            if one.pop("is_over"):
+                child.end()
+                child = None
+            name = cases.label(everything[i])
+            found[name] = one
+            if one["wrong"]:
+                print(f"WRONG {name}: {one['wrong']}", flush=True)
+            if options.output:
+                write(options.output, found)
+    finally:
+        if child:
+            child.end()
+    return found
+
+
+def write(path, found):
+    """Write what is found as JSON, and as a table beside it."""
+    wrong = {name: one["wrong"] for name, one in found.items() if one["wrong"]}
+    timed = {name: one for name, one in found.items() if "ms" in one}
+    path.write_text(json.dumps({"cases": len(found), "wrong": wrong, "timed": timed}, indent=1))
+    lines = ["| case | ms | TFLOP/s or TB/s | of the peak |", "| --- | --- | --- | --- |"]
+    for name, one in timed.items():
+        share = "-" if one["share"] is None else f"{100 * one['share']:.0f} %"
+        unit = "TFLOP/s" if one["of"] == "FLOP" else "TB/s"
+        lines.append(f"| {name} | {one['ms']} | {one['rate'] / 1e12:.3g} {unit} | {share} |")
+    lines += [
+        "",
+        f"{len(found)} cases, {len(wrong)} wrong.",
+        "",
+        "| wrong | why |",
+        "| --- | --- |",
+    ]
+    lines += [f"| {name} | {why} |" for name, why in wrong.items()]
+    (path.parent / "table.md").write_text("\n".join(lines) + "\n")
 
 
 def main():
@@ -218,20 +358,24 @@ def main():
     add = parser.add_argument
     add("--only", default="", help="cases whose name contains this")
     add("--runs", type=int, default=3, help="of each case (default 3)")
-    add("--limit", type=float, default=400, help="seconds after which no case is begun")
+    add("--limit", type=float, default=540, help="seconds after which no case is begun")
+    add("--each", type=float, default=60, help="seconds that a case may take (default 60)")
     add("--output", type=Path, help="a JSON file")
+    add("--child", action="store_true", help="play the cases whose numbers are read")
     options = parser.parse_args()
+    if options.child:
+        serve(options.runs)
+        return 0
     try:
-        faults, count = check(options)
+        found = check(options)
     except Lacking as lacking:
         print(lacking)
         return 2
+    wrong = sum(one["wrong"] is not None for one in found.values())
     print(
-        f"{count} cases, {options.runs} runs each: {count - len(faults)} right, {len(faults)} wrong"
+        f"{len(found)} cases, {options.runs} runs each: {len(found) - wrong} right, {wrong} wrong"
     )
-    if options.output:
-        options.output.write_text(json.dumps({"cases": count, "wrong": faults}, indent=1))
-    return 1 if faults or not count else 0
+    return 1 if wrong or not found else 0
 
 
 if __name__ == "__main__":

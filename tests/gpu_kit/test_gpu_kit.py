@@ -31,10 +31,10 @@ sys.meta_path.insert(0, Refused())
 CALL = """
 import ml_dtypes, numpy as np, minimha
 from minimha.kernels import disk
-from minimha.kernels.cuda import cubins
+from minimha.kernels.cuda import linker
 disk.folders = lambda folders=disk.folders(): folders[:1]  # not what was compiled here before
 def forbidden(*arguments): raise SystemExit("compiled again")
-cubins.ptx = forbidden
+linker.compiled = forbidden
 q, k = np.ones((2, 4, 5, 16), ml_dtypes.bfloat16), np.ones((2, 2, 33, 16), ml_dtypes.bfloat16)
 print(minimha.attention(q, k, k, backend="cuda").astype(float).sum())
 """
@@ -74,9 +74,14 @@ def test_check_is_right_with_numpy_alone(kit, monkeypatch):
     (kit / "sitecustomize.py").write_text(NUMPY_ALONE)
     monkeypatch.setenv("PYTHONPATH", str(kit))
     output, status = run(kit, "check")
-    assert "6 cases, 3 runs each: 6 right, 0 wrong" in output
+    assert "7 cases, 3 runs each: 7 right, 0 wrong" in output
     assert status == 0
-    assert json.loads((kit / "out" / "check.json").read_text()) == {"cases": 6, "wrong": {}}
+    found = json.loads((kit / "out" / "check.json").read_text())
+    assert (found["cases"], found["wrong"]) == (7, {})
+    assert [one["ms"] for one in found["timed"].values()] == [1]  # by the stand-in's clock
+    table = (kit / "out" / "table.md").read_text()
+    assert "rung4_tensor_cores bfloat16 B=1 H=16 Hkv=16 Lq=64 Lk=64 D=16 none | 1.0 |" in table
+    assert "7 cases, 0 wrong." in table
 
 
 def kernel_of(kit, rung):
@@ -92,8 +97,57 @@ def test_check_names_what_is_wrong_and_goes_on(kit):
     path.write_bytes(hashlib.sha256(code).digest() + code)
     output, status = run(kit, "check")
     assert "WRONG cuda.rung4_tensor_cores bfloat16 B=2 H=4 Hkv=2 Lq=5 Lk=33 D=16 causal: " in output
-    assert "6 cases, 3 runs each: 5 right, 1 wrong" in output
+    assert "7 cases, 3 runs each: 6 right, 1 wrong" in output
     assert status == 1
+
+
+WRONG = """
+import sys, check, time, os
+def failing(case, results, right=check.fault):
+    rung = case["rung"]
+    if "rung1" in rung: time.sleep(1000)
+    if "rung2" in rung: os._exit(3)
+    if "rung3" in rung: raise check.DriverError("cuCtxSynchronize", 700, "an illegal address")
+    return right(case, results)
+check.fault = failing
+check.__file__ = __file__
+sys.exit(check.main())
+"""
+
+
+def test_cases_that_hang_crash_or_lose_the_context_do_not_end_the_others(kit):
+    (kit / "failing.py").write_text(WRONG)
+    (program, *module), environment = standin.command()
+    here = {"PYTHON": " ".join([program, *module])}
+    done = subprocess.run(
+        [program, *module, kit / "failing.py", "--each", "12", "--output", kit / "check.json"],
+        env=environment | here, capture_output=True, text=True, timeout=LIMIT,
+    )  # fmt: skip
+    found = json.loads((kit / "check.json").read_text())
+    reasons = [
+        "it does not end within 12 s", "its process ended with status 3",
+        "cuCtxSynchronize failed: an illegal address (700)",
+    ]  # fmt: skip
+    assert list(found["wrong"].values()) == reasons, done.stderr
+    assert "7 cases, 3 runs each: 4 right, 3 wrong" in done.stdout
+    assert all(f"| {reason} |" in (kit / "table.md").read_text() for reason in reasons)
+
+
+def test_a_nan_where_one_is_expected_is_right(kit):
+    code = """
+import check, cases, numpy as np
+case = cases.cases(sample=True)[0]
+given = cases.problem(case)
+given[2][0, 0, 0] = np.nan
+cases.problem = lambda case: given
+O, L = check.dense.forward(check.Problem.of(*given[:3], **given[3]))
+bytes_of = [x.astype(np.float32).view(np.uint8).reshape(-1) for x in (O, L)]
+print(np.isnan(O).any(), check.fault(case, [bytes_of]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=kit, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.stdout == "True None\n", done.stderr
 
 
 def test_what_is_lacking_is_said(kit):

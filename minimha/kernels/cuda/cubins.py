@@ -7,9 +7,8 @@ constants (``facts``); the sources of all kernels; and the versions of the compi
 
 from __future__ import annotations
 
-import re
 import sys
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType, FunctionType, ModuleType
@@ -18,12 +17,11 @@ from typing import Any
 import numba
 import numpy as np
 from cuda.bindings import nvjitlink, nvvm
-from cuda.core import Program, ProgramOptions
 
 from minimha.equations.functions import LIBRARIES, captured
 from minimha.kernels import disk
-from minimha.kernels.cuda.launch import Launch, arch_of, ptx
-from minimha.kernels.os_threads import in_another_thread
+from minimha.kernels.cuda import linker
+from minimha.kernels.cuda.launch import Launch, arch_of
 
 COMPILERS = (  # packages of CUDA 13 and of CUDA 12; the libraries' own versions are less exact
     "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12",
@@ -181,12 +179,5 @@ def _version_of(library: Any) -> Any:
 def _compiled(launch: Launch, cc: tuple[int, int], how_often: str) -> bytes:
     """Compile and log a kernel; return its name, a zero byte and its machine code."""
     disk.LOG.warning("minimha: compiling %s, some seconds, %s", _name(launch, cc), how_often)
-    text = in_another_thread(partial(ptx, launch, cc))
-    name: str = re.findall(r"\.visible \.entry ([\w$]+)\(", text)[0]
-    return name.encode() + b"\0" + machine_code(text, arch_of(launch, cc), launch.registers)
-
-
-def machine_code(text: str, arch: str, registers: int | None) -> bytes:
-    """Compile PTX to machine code that uses at most ``registers`` registers per thread."""
-    options = ProgramOptions(arch=arch, max_register_count=registers)
-    return bytes(Program(text, "ptx", options).compile("cubin").code)
+    name, code, _ = linker.compiled(launch, cc).machine_code()
+    return name.encode() + b"\0" + code

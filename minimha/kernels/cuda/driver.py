@@ -287,16 +287,23 @@ def constant(device: Device, content: bytes) -> Constant:
 
 def _uploaded(device: Device, content: bytes) -> int:
     """Copy ``content`` to the device and wait; return the address, valid for any stream."""
-    before = call(driver.cuThreadExchangeStreamCaptureMode, RELAXED)
-    try:  # without invalidating a graph that another thread captures
+    with _beside_captures():
         stream = _stream_for_copies(device.ordinal)
         _free_unused(device.ordinal, stream)
         address = call(driver.cuMemAllocFromPoolAsync, len(content), device.pool, stream)
         call(driver.cuMemcpyHtoDAsync, address, content, len(content), stream)
         synchronize(stream)
+    return int(address)
+
+
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Let this thread's calls not invalidate a graph that another thread captures."""
+    before = call(driver.cuThreadExchangeStreamCaptureMode, RELAXED)
+    try:
+        yield
     finally:
         call(driver.cuThreadExchangeStreamCaptureMode, before)
-    return int(address)
 
 
 @cache
@@ -353,7 +360,8 @@ def loaded_kernel(launch: Launch, device: Device) -> LoadedKernel:
     if key not in loaded:
         with _lock:
             if key not in loaded:
-                loaded[key] = LoadedKernel(_load(launch, device), layout(launch.signature))
+                with _beside_captures():
+                    loaded[key] = LoadedKernel(_load(launch, device), layout(launch.signature))
     return loaded[key]
 
 
@@ -393,7 +401,8 @@ def _refusal(status: Any, device: Device) -> DeviceError:
     return DeviceError(
         f"NVIDIA's driver, which is for CUDA {version // 1000}.{version % 1000 // 10}, does "
         f"not load code that a newer CUDA compiled for compute capability {device.cc[0]}."
-        f"{device.cc[1]} ({status.name}): update the driver"
+        f"{device.cc[1]} ({status.name}): update it to 580 or later, or install the extra cuda12 "
+        f"in place of cuda, which takes drivers from 525 on"
     )
 
 

@@ -1,13 +1,8 @@
-"""Describe a kernel's launch and compile its PTX, without a GPU or a driver.
-
-The driver, the offline compiler and the tests' emulator accept a ``Launch``.
-"""
+"""Describe a kernel's launch: what the linker, the driver and the tests' emulator need of it."""
 
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
-
-from numba import cuda
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import PLACEHOLDERS
@@ -35,14 +30,6 @@ def launches_of(rung: str, problem: Problem) -> list[Launch]:
     return [launch for launch, _ in launches(problem, PLACEHOLDERS, lambda shape: 0)]
 
 
-def ptx(launch: Launch, cc: tuple[int, int] = (9, 0)) -> str:
-    """Return the kernel's PTX for compute capability ``cc``."""
-    how = {"device": False, "abi": "numba", "launch_bounds": (launch.threads, 1), "output": "ptx"}
-    arch = (*cc, "a") if launch.is_arch_specific else cc
-    text, _ = cuda.compile(launch.function, launch.signature, cc=arch, **how)
-    return str(text)
-
-
 def arch_of(launch: Launch, cc: tuple[int, int]) -> str:
-    """Return the architecture for which ptxas assembles the kernel, such as "sm_90" or "sm_90a"."""
+    """Return the architecture for which the kernel is compiled, such as "sm_90" or "sm_90a"."""
     return f"sm_{cc[0]}{cc[1]}{'a' if launch.is_arch_specific else ''}"

@@ -1,4 +1,6 @@
-"""Compile the CUDA kernels without GPU or driver: numba generates PTX, ptxas machine code.
+"""Compile the CUDA kernels without GPU or driver, and say what ptxas reports of them.
+
+ptxas, NVIDIA's assembler, is a part of nvJitLink: this is the machine code that would be launched.
 
 References: NVIDIA, "PTX ISA"; "CUDA Compiler Driver NVCC", section on ptxas; "CUDA Binary
 Utilities", section on nvdisasm.
@@ -19,18 +21,18 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cuda import sass
-from minimha.kernels.cuda.launch import Launch, launches_of, ptx
+from minimha.kernels.cuda import linker, sass
+from minimha.kernels.cuda.launch import Launch, launches_of
 from minimha.kernels.ladder import CUDA_LADDER
 
 ARCHS = {"sm_80": (8, 0), "sm_90": (9, 0)}
 HEAD_DIMS = (64, 128)
-IN_REPORT = {  # of ptxas -v
+IN_REPORT = {  # of ptxas
     "stack": r"(\d+) bytes stack frame",
     "spill": r"(\d+) bytes spill (?:stores|loads)",
     "registers": r"Used (\d+) registers",
 }
-IN_TILE = ("per_product", "tile_local")  # of ``sass.whole_tile``
+IN_CODE = ("per_product", "tile_local", "all_local")  # as nvdisasm lists it
 IN_PTX = {
     "local": r"\.local\b", "mma": r"mma(?:\.|_async\.)sync", "ldmatrix": r"ldmatrix",
     "cp_async": r"cp\.async\.c[ag]",
@@ -41,11 +43,11 @@ WARNING = re.compile(r"^ptxas (?:warning|info\s*: \(C\d+\))", re.MULTILINE)  # i
 class Assembled(NamedTuple):
     """Statistics of one kernel for one architecture, dtype and head width.
 
-    ptxas reports ``registers`` per thread, ``stack`` and ``spill`` in bytes, and the number of
-    ``warnings``, which are None without ptxas. ``local``, ``mma``, ``ldmatrix`` and ``cp_async``
-    count occurrences in the PTX. Of a whole tile, ``per_product`` is the number of machine
-    instructions per product on the tensor cores. ``tile_local`` counts the tile's loads and stores
-    of spilled registers. Both are None without nvdisasm or without tensor cores.
+    ptxas reports ``registers`` per thread, ``stack`` and ``spill`` in bytes, and how many
+    ``warnings``. ``local``, ``mma``, ``ldmatrix`` and ``cp_async`` count them in the PTX. Of a
+    whole tile, ``per_product`` is the number of machine instructions per product on the tensor
+    cores, and ``tile_local`` counts loads and stores of spilled registers; both are None without
+    tensor cores. ``all_local`` counts them in all code. These three are None without nvdisasm.
     """
 
     rung: str
@@ -53,12 +55,13 @@ class Assembled(NamedTuple):
     arch: str
     dtype: str
     head_dim: int
-    registers: int | None
-    stack: int | None
-    spill: int | None
-    warnings: int | None
+    registers: int
+    stack: int
+    spill: int
+    warnings: int
     per_product: float | None
     tile_local: int | None
+    all_local: int | None
     local: int
     mma: int
     ldmatrix: int
@@ -66,12 +69,12 @@ class Assembled(NamedTuple):
 
 
 @cache
-def program(name: str) -> str | None:
-    """Return the path of ptxas or nvdisasm, from PATH or NVIDIA's Python packages, or None."""
-    found = shutil.which(name)
+def nvdisasm() -> str | None:
+    """Return the path of nvdisasm, from PATH or NVIDIA's Python packages, or None."""
+    found = shutil.which("nvdisasm")
     spec = None if found else find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
-        for path in sorted(Path(folder).glob(f"**/bin/{name}")):
+        for path in sorted(Path(folder).glob("**/bin/nvdisasm")):
             return str(path)
     return found
 
@@ -82,14 +85,15 @@ def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled
         for head_dim in HEAD_DIMS:
             for dtype, launch in _kernels(rung, head_dim):
                 for arch, cc in archs_of(launch).items():
-                    text, name = ptx(launch, cc), launch.function.__name__
+                    kernel, name = linker.compiled(launch, cc), launch.function.__name__
+                    text = kernel.ptx()
                     counts = {key: len(re.findall(p, text)) for key, p in IN_PTX.items()}
-                    found = by_ptxas(text, arch, launch.registers) | counts
+                    found = statistics(kernel.machine_code()) | counts
                     yield Assembled(rung, name, arch, dtype, head_dim, **found)
 
 
 def archs_of(launch: Launch) -> dict[str, tuple[int, int]]:
-    """Return the architectures for which to assemble a kernel: ``ARCHS``, or only sm_90a."""
+    """Return the architectures for which to compile a kernel: ``ARCHS``, or only sm_90a."""
     return {"sm_90a": (9, 0)} if launch.is_arch_specific else ARCHS
 
 
@@ -112,33 +116,34 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
                 yield np.dtype(dtype).name, launch
 
 
-def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
-    """Assemble a kernel's PTX; map ``IN_REPORT``, "warnings" and ``IN_TILE`` to its statistics.
+def statistics(kernel: linker.MachineCode) -> dict[str, Any]:
+    """Map ``IN_REPORT``, "warnings" and ``IN_CODE``, which is None without nvdisasm, to numbers."""
+    report = kernel.report
+    found = {name: sum(map(int, re.findall(p, report))) for name, p in IN_REPORT.items()}
+    return found | {"warnings": len(WARNING.findall(report))} | _in_code(listing(kernel))
 
-    All are None without ptxas, and ``IN_TILE`` is None without nvdisasm. ``arch`` is an
-    architecture such as "sm_90", and one thread may use at most ``registers``. Raises RuntimeError
-    with ptxas's message if ptxas refuses the kernel.
-    """
-    ptxas = program("ptxas")
-    if ptxas is None:
-        return dict.fromkeys((*IN_REPORT, "warnings", *IN_TILE))
+
+def listing(kernel: linker.MachineCode) -> str:
+    """Return the kernel's machine instructions as text, or "" without nvdisasm."""
+    program = nvdisasm()
+    if program is None:
+        return ""
     with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(text)
-        limit = [] if registers is None else [f"-maxrregcount={registers}"]
-        command = [ptxas, f"-arch={arch}", "-v", *limit, str(source), "-o", str(cubin)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        report = done.stdout + done.stderr
-        if done.returncode:
-            raise RuntimeError(f"ptxas refuses a kernel for {arch}: {report.strip()}")
-        found = {name: sum(map(int, re.findall(p, report))) for name, p in IN_REPORT.items()}
-        return found | {"warnings": len(WARNING.findall(report))} | _in_whole_tile(cubin)
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(kernel.code)
+        command = [program, "-c", str(cubin)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _in_whole_tile(cubin: Path) -> dict[str, Any]:
-    nvdisasm = program("nvdisasm")
-    names = sass.whole_tile(sass.disassemble(nvdisasm, cubin)) if nvdisasm else []
-    if not names:
-        return dict.fromkeys(IN_TILE)
-    per_product = round(sass.per_product(names), 2)
-    return dict(zip(IN_TILE, (per_product, sum(name in sass.LOCAL for name in names)), strict=True))
+def _in_code(text: str) -> dict[str, Any]:
+    if not text:
+        return dict.fromkeys(IN_CODE)
+    instructions = sass.parse(text)
+    tile = sass.whole_tile(instructions)
+    of_tile = (round(sass.per_product(tile), 2), _local(tile)) if tile else (None, None)
+    every = _local([one.name for one in instructions])
+    return dict(zip(IN_CODE, (*of_tile, every), strict=True))
+
+
+def _local(names: list[str]) -> int:
+    return sum(name in sass.LOCAL for name in names)

@@ -104,7 +104,7 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
     return [(launch, arguments)]
 
 
-def epilogue(tiles: fragments.MmaTiles) -> Any:
+def epilogue(tiles: fragments.MmaTiles, is_plain: bool) -> Any:
     """Return a device function that stores L_i and O_i / l_i (Algorithm 1, lines 12 and 13).
 
     O_i / l_i takes the place of Q_i in shared memory.
@@ -116,7 +116,13 @@ def epilogue(tiles: fragments.MmaTiles) -> Any:
     def epilogue(lane, row, first_row, Q_i, O, m, l, unit, sink, o, L_at):
         for i in range(M):
             for half in range(2):
-                m_i, l_i, inverse = softmax.with_sink(m[i, half] * unit, total(l[i, half]), sink)
+                exact = np.float32(1)
+                if is_plain:
+                    factor = np.float32(softmax.LOG2_E) * unit
+                    exact = ptx.ex2_approx(-softmax.rounding(m[i, half], factor))
+                l_exact = total(l[i, half]) * exact
+                m_i, l_i, inverse = softmax.with_sink(m[i, half] * unit, l_exact, sink)
+                inverse *= exact
                 r = 16 * i + 8 * half
                 if lane & 3 == 0 and row + r < o.Lq:
                     ptx.st_global_f32(L_at + 4 * (row + r), m_i + softmax.log(l_i))
@@ -148,7 +154,8 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     zero_nonfinite = nonfinite.zero_nonfinite_tile(tiles)
     mark_nonfinite = nonfinite.mark_nonfinite_tile(tiles)
     add_nonfinite = nonfinite.add_nonfinite_marks(tiles)
-    update_softmax, finish = softmax.update_fragments(tiles, is_plain), epilogue(tiles)
+    update_softmax = softmax.update_fragments(tiles, is_plain)
+    finish = epilogue(tiles, is_plain)
 
     def tensor_cores(q, k, v, mask, bias, o, O, L):
         t = cuda.threadIdx.x

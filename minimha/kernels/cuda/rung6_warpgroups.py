@@ -159,7 +159,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     update_softmax = masked_softmax(tiles, is_plain, options)
     rescale_and_pack = warpgroups.rescale_and_pack(tiles)
     add_nonfinite = nonfinite.add_nonfinite_to_output(tiles, options)
-    finish = rung4_tensor_cores.epilogue(tiles)
+    finish = rung4_tensor_cores.epilogue(tiles, is_plain)
     start_pipeline, copy = pipeline.start(B_r // 16), pipeline.copy_tiles(tiles, hides_keys)
     _, copying, multiplying = registers(B_r)
     keep_few, take_many = ptx.setmaxnreg("dec", copying), ptx.setmaxnreg("inc", multiplying)

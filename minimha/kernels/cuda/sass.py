@@ -2,16 +2,15 @@
 
 The tile is a whole one: the body of the loop with the most products on the tensor cores, from its
 head to the branch back. Code that a branch can skip is not counted if it selects (SEL, FSEL) and
-copies nothing, since it masks partial tiles. Other code that can be skipped counts, such as the
-copy of the next tile or the rescaling of O_i. ptxas puts the retry loops of mbarriers at the end of
-the program; a branch from there back into the tile is not a loop.
+copies nothing, since it masks partial tiles or shifts scores that are far from 0. Other code that
+can be skipped counts, such as the copy of the next tile or the rescaling of O_i. ptxas puts the
+retry loops of mbarriers at the end of the program; a branch from there back into the tile is not a
+loop.
 
 References: NVIDIA, "CUDA Binary Utilities", section on nvdisasm.
 """
 
 import re
-import subprocess
-from pathlib import Path
 from typing import NamedTuple
 
 TENSOR_CORE = ("HMMA", "HGMMA")  # mma.sync, wgmma
@@ -26,12 +25,6 @@ class Instruction(NamedTuple):
 
     name: str
     target: int | None
-
-
-def disassemble(nvdisasm: str, cubin: Path) -> list[Instruction]:
-    """Return the instructions of the kernel in the file ``cubin``; ``nvdisasm`` is a path."""
-    command = [nvdisasm, "-c", str(cubin)]
-    return parse(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def parse(listing: str) -> list[Instruction]:

@@ -54,7 +54,7 @@ from minimha.kernels.cuda.arguments import (
 )
 from minimha.kernels.cuda.cubins import cubin
 from minimha.kernels.cuda.launch import Launch
-from minimha.kernels.cuda.launch import ptx as ptx_of
+from minimha.kernels.cuda.linker import compiled
 
 HOPPER = gpu.Device(0, (9, 0), 2, 227 << 10, "pool", 1234)
 TURING = gpu.Device(0, (7, 5), 2, 64 << 10, "pool", 1234)
@@ -260,7 +260,7 @@ def emulate(launch, arguments, arena):
 
 @cache
 def emulator(launch):
-    return Emulator(ptx_of(launch, HOPPER.cc))
+    return Emulator(compiled(launch, HOPPER.cc).ptx())
 
 
 def constant(device, content):
@@ -844,7 +844,7 @@ def test_parameters_are_packed_as_the_kernel_declares_them(rung, driver, monkeyp
         draft, sizes = plans.Draft(HOPPER), {}
         for launch, values in launches:
             names = ", ".join(f"a{number}" for number in range(len(launch.signature)))
-            text = ptx_of(launch._replace(function=eval(f"lambda {names}: None")))
+            text = compiled(launch._replace(function=eval(f"lambda {names}: None"))).ptx()
             head = text[text.index(".entry") : text.index("{")]
             sizes[launch] = [SIZES[x] for x in re.findall(r"\.param \.(\w+)", head)]
             draft.launch(launch, values)

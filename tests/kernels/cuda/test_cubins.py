@@ -17,9 +17,10 @@ from kernels.cuda import standin
 
 from minimha.equations.problem import Problem
 from minimha.kernels import disk
-from minimha.kernels.cuda import copies, cubins
+from minimha.kernels.cuda import copies, cubins, linker
 from minimha.kernels.cuda.arguments import DeviceArray, contiguous
 from minimha.kernels.cuda.launch import launches_of
+from minimha.kernels.cuda.linker import MachineCode
 from minimha.kernels.ladder import CUDA_LADDER
 
 LIMIT = 250  # seconds
@@ -40,9 +41,9 @@ q = np.eye(4, 16, dtype=np.float32)[None, None]
 print(minimha.attention(q, q, q, backend="cuda").sum())
 """
 FORBIDDEN = """
-from minimha.kernels.cuda import cubins
+from minimha.kernels.cuda import linker
 def forbidden(*arguments): raise SystemExit("compiled again")
-cubins.ptx = cubins.machine_code = forbidden
+linker.compiled = forbidden
 """
 
 
@@ -142,8 +143,8 @@ def test_what_no_other_process_could_recognise_is_not_kept(tmp_path, monkeypatch
 
 def test_compiling_is_announced(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(disk, "folders", lambda: [tmp_path])
-    monkeypatch.setattr(cubins, "ptx", lambda launch, cc: ".visible .entry name()")
-    monkeypatch.setattr(cubins, "machine_code", lambda text, arch, registers: b"code")
+    kernel = MachineCode("name", b"code", "no report")
+    monkeypatch.setattr(linker.Intermediate, "machine_code", lambda self: kernel)
     launch = kernels_of("cuda.rung1_rows")[0]
     for _ in range(2):
         assert cubins.cubin(launch, (9, 0)) == ("name", b"code")

@@ -19,9 +19,8 @@ pytest.importorskip("cuda.core", reason="the extra cuda is not installed")
 
 import numba
 
-from minimha.kernels.cuda import backend, rung1_rows, rung4_tensor_cores, rung5_decode
+from minimha.kernels.cuda import backend, linker, rung1_rows, rung4_tensor_cores, rung5_decode
 from minimha.kernels.cuda import functions as on_gpu
-from minimha.kernels.cuda.launch import ptx
 
 HOPPER = backend.gpu.Device(0, (9, 0), 2, 227 << 10, None, 0)
 
@@ -168,7 +167,7 @@ def test_equal_functions_share_a_kernel():
 
 def test_kernels_and_functions_that_were_not_used_lately_are_let_go():
     launch, *references = launched(0.125)
-    ptx(launch)
+    linker.compiled(launch)
     del launch
     gc.collect()
     assert all(reference() is not None for reference in references)

@@ -207,10 +207,10 @@ def test_the_instructions_are_those_that_the_tiles_need():
         assert found.cp_async == (128 + 4 * B_c) * W * 2 // 16 // 128
         assert found.local == 0
         # O_i and S_ij of a width of 128 are 192 registers: what only partial tiles use is spilled.
-        assert found.stack is None or found.stack <= (0 if W == 64 else 16)
+        assert found.stack <= (0 if W == 64 else 16)
         assert found.tile_local in (0, None)
-        assert found.registers is None or found.registers <= 255
+        assert found.registers <= 255
+        assert found.warnings == 0
         assert found.per_product is None or found.per_product <= MOST[W]
-    for program in ("ptxas", "nvdisasm"):
-        if ptxas.program(program) is None:
-            pytest.skip(f"compiled, but {program}, which says what is in registers, is not found")
+    if ptxas.nvdisasm() is None:
+        pytest.skip("compiled, but nvdisasm, which lists a tile's instructions, is not found")

@@ -209,9 +209,7 @@ def test_as_many_blocks_run_at_once_as_it_says(D, dtype, Lq, options):
         D, q.dtype.name, rung5_decode.rows_of_warp(4 * Lq, D, dtype().itemsize),
         ScoreOptions.of(problem),
     )  # fmt: skip
-    registers = ptxas.by_ptxas(emulator.ptx_of(split), "sm_90", split.registers)["registers"]
-    if registers is None:
-        pytest.skip("ptxas, which says how many registers a thread has, is not found")
+    registers = ptxas.statistics(emulator.compiled(split).machine_code())["registers"]
     of_block = split.threads * -(-registers // 8) * 8
     assert rung5_decode.blocks_at_once(made_for) <= rung5_decode.REGISTERS // of_block
 

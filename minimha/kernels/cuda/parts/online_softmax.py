@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numba import cuda, float32, int32, uint32
+from numba.cuda.libdevice import fmul_rn
 
 from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device
@@ -19,6 +20,7 @@ from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 LOWEST = float32(-math.inf)  # the score of a hidden key, and the maximum of no scores
+FAR = float32(1 << 20)  # a score in base 2: float32 rounds larger ones by more than 1/16
 
 
 @device
@@ -35,6 +37,18 @@ def log(x):
 def shift_of(m):
     """Return what to subtract before ``exp``: m, or 0 if m is -inf, because -inf - -inf is NaN."""
     return m if m > LOWEST else float32(0)
+
+
+@device
+def rounding(m, factor):
+    """Return m · factor less the row's shift: that product, rounded unless it is far from 0.
+
+    Weights are 2^(S · factor - shift). That the shift is rounded is no error, since O_i and l_i
+    share it. But for far scores weights could overflow: there m is subtracted before the product.
+    A row that was far below comes near with a correction of 0, as from 2 ``FAR`` to ``FAR``.
+    """
+    shift = fmul_rn(m, factor)
+    return cuda.fma(m, factor, -shift) if abs(shift) < 2 * FAR else float32(0)
 
 
 @device
@@ -194,13 +208,34 @@ def update_registers(tiles: RegisterTiles) -> Any:
     return update_softmax
 
 
+def shifted(N: int) -> Any:
+    """Return a device function for the shift of a row's ``N`` pairs of scores, from S[first] on.
+
+    It returns the logarithms of the factor of l_i and O_i, and of that of 2^(S · factor).
+    """
+
+    @device
+    def near_or_far(S, m, m_new, factor, first):
+        addend = fmul_rn(-m_new, factor)
+        power = fmul_rn(m, factor) + addend
+        if cuda.any_sync(0xFFFFFFFF, abs(addend) >= FAR):
+            addend = rounding(m_new, factor)
+            power = (m - m_new) * factor + (addend - rounding(m, factor))
+            for n in range(N):
+                for x in range(2):
+                    S[first + 4 * n + x] -= m_new
+        return power, addend
+
+    return near_or_far
+
+
 def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
     """Return a device function that does line 9 of Algorithm 1 for scores in the layout of ``mma``.
 
     ``factor`` converts scores to base 2 and, if ``is_plain``, scales them too.
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
-    maximum = maximum_over(1, 2)
+    maximum, near_or_far = maximum_over(1, 2), shifted(N)
     # ptxas moves nothing past a branch. If registers are scarce, a branch precedes the products
     # with V_j: otherwise P_ij would be summed after them, and would stay next to packed P_ij. If
     # registers are not scarce, exponentials and O_i may wait until the tensor cores are busy.
@@ -219,13 +254,16 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
                     m_new = max(m_new, max(S[4 * (i * N + n) + e], S[4 * (i * N + n) + e + 1]))
                 m_new = maximum(m_new)
                 shift = shift_of(m_new)
-                correction = ptx.ex2_approx((m[i, half] - shift) * factor)
+                power, addend = (m[i, half] - shift) * factor, float32(0)
+                if is_plain:
+                    power, addend = near_or_far(S, m[i, half], shift, factor, 4 * i * N + e)
+                correction = ptx.ex2_approx(power)
                 m[i, half] = m_new
                 total = np.float32(0)
                 for n in range(N):
                     for x in range(2):
                         if is_plain:
-                            power = cuda.fma(S[4 * (i * N + n) + e + x], factor, -shift * factor)
+                            power = cuda.fma(S[4 * (i * N + n) + e + x], factor, addend)
                         else:  # a bias may be so large that its product would overflow
                             power = (S[4 * (i * N + n) + e + x] - shift) * factor
                         S[4 * (i * N + n) + e + x] = ptx.ex2_approx(power)
@@ -248,7 +286,7 @@ def update_scores(tiles: MmaTiles, is_plain: bool) -> Any:
 
     Unlike in ``update_fragments``, the caller must multiply O_i by ``correction`` afterwards.
     """
-    N, maximum = tiles.N, maximum_over(1, 2)
+    N, maximum, near_or_far = tiles.N, maximum_over(1, 2), shifted(tiles.N)
 
     @device
     def update(S, correction, m, l, factor):
@@ -258,13 +296,16 @@ def update_scores(tiles: MmaTiles, is_plain: bool) -> Any:
                 m_new = max(m_new, max(S[4 * n + 2 * half], S[4 * n + 2 * half + 1]))
             m_new = maximum(m_new)
             shift = shift_of(m_new)
-            correction[half] = ptx.ex2_approx((m[0, half] - shift) * factor)
+            power, addend = (m[0, half] - shift) * factor, float32(0)
+            if is_plain:
+                power, addend = near_or_far(S, m[0, half], shift, factor, 2 * half)
+            correction[half] = ptx.ex2_approx(power)
             m[0, half] = m_new
             total = np.float32(0)
             for n in range(N):
                 for e in range(2 * half, 2 * half + 2):
                     if is_plain:
-                        power = cuda.fma(S[4 * n + e], factor, -shift * factor)
+                        power = cuda.fma(S[4 * n + e], factor, addend)
                     else:  # a bias may be so large that its product would overflow
                         power = (S[4 * n + e] - shift) * factor
                     S[4 * n + e] = ptx.ex2_approx(power)

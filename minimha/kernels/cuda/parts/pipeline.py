@@ -100,5 +100,6 @@ def copy_tiles(tiles: MmaTiles, hides_keys: bool) -> Any:
             V_at += 2 * B_c * v.row
             j += B_c
             n += 1
+        ptx.cp_async_wait_all()  # a thread may not exit with copies in flight
 
     return copy

@@ -20,6 +20,7 @@ wait between streams. It loads real machine code, but cannot launch it.
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -168,9 +169,14 @@ class LiveMemory(Memory):
 
 def machine_code_is_ptx():
     """Let kernels be compiled for the stand-in's GPUs in this process."""
-    from minimha.kernels.cuda import cubins
+    from minimha.kernels.cuda import cubins, linker
 
-    cubins.machine_code = lambda text, cc, registers: text.encode() + b"\0"
+    def in_ptx(kernel):
+        text = kernel.ptx()
+        (name,) = re.findall(r"\.visible \.entry ([\w$]+)\(", text)
+        return linker.MachineCode(name, text.encode() + b"\0", "")
+
+    linker.Intermediate.machine_code = in_ptx
     cubins.toolkit = lambda: "the stand-in's"
 
 

@@ -191,15 +191,24 @@ def test_what_cannot_be_captured_is_refused(stream):
     captured(stream, lambda: attention(q, k, v))
 
 
-def test_a_capture_elsewhere_goes_on_while_options_are_copied(stream):
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_capture_elsewhere_goes_on_while_kernels_and_options_are_loaded(
+    is_first, stream, monkeypatch
+):
     q, k, v = problem()
     attention(q, k, v)
+    if is_first:  # and modules that nobody needs any more are unloaded
+        remembered.forget()
+        monkeypatch.setattr(gpu, "_kernels", {})
+        unused = gpu._unused[gpu.current().ordinal]
+        unused.append(gpu.call(driver.cuModuleLoadData, b".visible .entry kernel()\0"))
 
     def work():
         current.ptr = 0
         check(q, k, v, attention(q, k, v, kv_lengths=7), kv_lengths=7)
 
     captured(gpu.call(driver.cuStreamCreate, EXCLUSIVE), work)
+    assert not gpu._unused[gpu.current().ordinal]
 
 
 # several GPUs
@@ -259,7 +268,8 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch):
     standin.driver.fail("cuModuleLoadData", driver.CUresult.CUDA_ERROR_INVALID_IMAGE)
     sentence = (
         r"NVIDIA's driver, which is for CUDA 13\.0, does not load code that a newer CUDA compiled "
-        r"for compute capability 9\.0 \(CUDA_ERROR_INVALID_IMAGE\): update the driver"
+        r"for compute capability 9\.0 \(CUDA_ERROR_INVALID_IMAGE\): update it to 580 or later, or "
+        r"install the extra cuda12 in place of cuda, which takes drivers from 525 on"
     )
     with pytest.raises(gpu.DeviceError, match=sentence):
         attention(*problem())
