@@ -125,8 +125,9 @@ def test_compile_refuses_other_dtypes(dtypes):
 
 
 def test_the_public_names():
-    functions = ["attention", "backends", "block_mask", "check", "compile"]
-    functions += ["gated_delta_rule", "get_num_threads", "merge", "set_num_threads"]
+    functions = ["assert_close", "attention", "backends", "block_mask", "check", "compile"]
+    functions += ["error_bound", "gated_delta_rule", "get_num_threads", "merge"]
+    functions += ["set_num_threads"]
     packages = ["dialects", "explain", "layers", "models"]
     classes = ["BackendUnavailable", "BlockMask"]
     assert sorted(minimha.__all__) == sorted([*classes, *functions, *packages])

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check import translation
+from minimha.check.adapted import results
 from minimha.check.answer import Answer
 from minimha.check.problems import Graded
 from minimha.equations.arrays import as_numpy, bfloat16, library_of, like
@@ -48,7 +49,8 @@ class Caller:
         arrays: str | None = None,
         device: str | None = None,
     ) -> None:
-        self.function, self.speaks, self.device = function, speaks, device
+        self.function = translation.DIALECTS[speaks].adapted(function)
+        self.speaks, self.device = speaks, device
         self.dtype = bfloat16("dtype") if dtype == "bfloat16" else np.dtype(dtype)
         if device:
             arrays = arrays or "torch"
@@ -122,7 +124,7 @@ class Caller:
         options = {name: self._theirs(kind, value) for name, value in keywords.items()}
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            returned, extra = translation.results(self.function(*theirs, **options))
+            returned, extra = results(self.function(*theirs, **options))
             output = numbers_of(returned)
             lse = None if extra is None else numbers_of(extra)
         faults = []

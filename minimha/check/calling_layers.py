@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from minimha.check.adapted import results
 from minimha.check.calling import Array, Axes, Caller, numbers_of
-from minimha.check.translation import Refused, results
+from minimha.check.translation import Refused
 from minimha.layers import KVCache, MultiHeadAttention, RoPE
 
 SPOKEN = ("minimha", "torch")

@@ -26,11 +26,16 @@ class Prepared:
     """A problem's arrays in float64, and numbers that most deviations do not change."""
 
     def __init__(
-        self, arguments: Mapping[str, Any], dtype: str = "float32", is_exact: bool = False
+        self,
+        arguments: Mapping[str, Any],
+        dtype: str = "float32",
+        is_exact: bool = False,
+        is_likely: bool = False,
     ) -> None:
         options = {name: x for name, x in arguments.items() if name != "return_lse"}
         self.problem = Problem.of(**options)
         self.given = arguments
+        self.is_likely = is_likely  # bounds hold for independent roundings, not for any
         self.extra = 0.0  # relative error of q, k and v that were rounded before
         self.unit, self.smallest, self.is_exact = UNITS[dtype], SMALLEST[dtype], is_exact
         self.q, self.k, self.v = (getattr(self.problem, n).astype(np.float64) for n in "qkv")
@@ -49,6 +54,10 @@ class Prepared:
             self.sees_nothing &= False
         biases = self.problem.attn_bias
         self.bias = None if biases is None else biases.astype(np.float64)
+
+    def summed(self, n: int, more: int) -> float:
+        """The relative error of a sum of n terms in float32, and of ``more`` roundings."""
+        return FLOAT32 * (2 * n**0.5 + 8 if self.is_likely else n + more)
 
     @cached_property
     def heads(self) -> Array:

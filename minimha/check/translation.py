@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.check import adapted
+from minimha.check.rounding import FORMATS
+from minimha.equations.problem import Problem
+
 Array = NDArray[Any]
 Options = dict[str, Any]
 
@@ -36,6 +40,8 @@ class Dialect:
     # Deviations from minimha that the library chose, each as a clause for the report.
     conventions: Mapping[str, str] = field(default_factory=dict)
     inconsistent: tuple[str, ...] = ()  # problems in which it breaks its own convention
+    # Makes the library's function one that takes these arguments and returns arrays (B, …).
+    adapted: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
 
 
 def translated(
@@ -70,13 +76,6 @@ def translated(
     if not dialect.heads_first:
         q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
     return [q, k, v], keywords
-
-
-def results(returned: Any) -> tuple[Any, Any]:
-    """The output, and the second result, which may be the log-sum-exp, or None."""
-    if isinstance(returned, tuple):
-        return (*returned, None, None)[:2]
-    return returned, None
 
 
 def expected_shapes(
@@ -153,13 +152,80 @@ def _flash_attention(q: Array, k: Array, v: Array, options: Options) -> Options:
             raise Refused("flash_attention counts positions from the last key before the padding")
         lengths = options.pop("kv_lengths")
         options["key_padding_mask"] = np.arange(k.shape[2]) < np.asarray(lengths)[:, None]
+    return _flash_words(options) | _moved(
+        options, sinks="learnable_sink", key_padding_mask="key_padding_mask"
+    )
+
+
+def _flash_words(options: Options) -> Options:
+    """The arguments that all functions of flash-attention share."""
     keywords: Options = {"causal": True} if _causal(options) else {}
     if "window_size" in options:
         keywords["window_size"] = tuple(-1 if s is None else s for s in options.pop("window_size"))
     return keywords | _moved(
-        options, scale="softmax_scale", softcap="softcap", alibi_slopes="alibi_slopes",
-        sinks="learnable_sink", key_padding_mask="key_padding_mask",
-    )  # fmt: skip
+        options, scale="softmax_scale", softcap="softcap", alibi_slopes="alibi_slopes"
+    )
+
+
+def _flash_lengths(q: Array, k: Array, options: Options) -> Array:
+    """Each batch entry's number of keys; ``Refused`` if its last query is not at its last key."""
+    is_given = "kv_lengths" in options
+    lengths = np.broadcast_to(options.pop("kv_lengths", k.shape[2]), len(q)).astype(np.int32)
+    placed = {"window_size", "alibi_slopes", *(["is_causal"] if is_given else [])}
+    offset = np.broadcast_to(options.get("q_offset", 0), len(q))
+    if np.array_equal(offset, lengths - q.shape[2]):
+        options.pop("q_offset", None)
+    elif placed & set(options):
+        raise Refused("flash_attention counts positions from the last key")
+    return lengths
+
+
+def _flash_varlen(q: Array, k: Array, v: Array, options: Options) -> Options:
+    lengths, Lq = _flash_lengths(q, k, options), q.shape[2]
+    rows = np.arange(k.shape[2]) < lengths[:, None]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return _flash_words(options) | {
+        "K": k.swapaxes(1, 2)[rows].swapaxes(0, 1)[None],
+        "V": v.swapaxes(1, 2)[rows].swapaxes(0, 1)[None],
+        "cu_seqlens_q": np.arange(len(q) + 1, dtype=np.int32) * np.int32(Lq),
+        "cu_seqlens_k": starts, "max_seqlen_q": Lq, "max_seqlen_k": int(lengths.max()),
+    }  # fmt: skip
+
+
+def _flash_paged(q: Array, k: Array, v: Array, options: Options) -> Options:
+    lengths = _flash_lengths(q, k, options)
+    pages = -(-k.shape[2] // PAGE)
+    table = np.arange(len(q) * pages, dtype=np.int32)[::-1].reshape(len(q), pages)
+
+    def in_pages(x: Array) -> Array:
+        padded = np.pad(x, ((0, 0), (0, 0), (0, pages * PAGE - x.shape[2]), (0, 0)))
+        parts = padded.reshape(*x.shape[:2], pages, PAGE, x.shape[3]).swapaxes(1, 2)
+        return np.asarray(parts.reshape(-1, *parts.shape[2:])[::-1])
+
+    return _flash_words(options) | {
+        "K": in_pages(k), "V": in_pages(v), "cache_seqlens": lengths, "block_table": table.copy(),
+    }  # fmt: skip
+
+
+def _flex(q: Array, k: Array, v: Array, options: Options) -> Options:
+    keywords = {n: options.pop(n) for n in [*options] if n != "sinks"}
+    return keywords | ({"enable_gqa": True} if k.shape[1] != q.shape[1] else {})
+
+
+def _transformers(q: Array, k: Array, v: Array, options: Options) -> Options:
+    keywords: Options = {"scaling": q.shape[3] ** -0.5}
+    keywords |= _moved(options, scale="scaling", softcap="softcap", sinks="s_aux")
+    bias = options.pop("attn_bias", None)
+    hiding = ("is_causal", "q_offset", "window_size", "kv_lengths", "attn_mask")
+    given = {name: options.pop(name) for name in hiding if name in options}
+    if bias is None and set(given) <= {"q_offset"}:
+        return keywords
+    problem = Problem.of(q, k, v, **given)
+    visible = problem.visible(slice(0, q.shape[2]), slice(0, k.shape[2]))
+    bits, exponent = FORMATS.get(q.dtype.name, (24, 128))
+    lowest = -(2 - 2.0 ** (1 - bits)) * 2.0 ** (exponent - 1)
+    added = np.where(visible, 0 if bias is None else bias, lowest)
+    return keywords | {"attention_mask": added[(None,) * (4 - added.ndim)].astype(q.dtype)}
 
 
 def _onnx(q: Array, k: Array, v: Array, options: Options) -> Options:
@@ -220,9 +286,15 @@ def _refuse_offset(options: Options, aligned: int, *names: str) -> None:
     options.pop("q_offset", None)
 
 
+PAGE = 256  # keys; flash-attention's pages are a multiple of this
 TOP_LEFT = {"causal_top_left": "causal is aligned top-left, as {} does"}
 LEAKS = {"nan_leaks": "a NaN in a hidden value reaches the output, as {} lets it"}
+BOTTOM_RIGHT = {"causal_bottom_right": "causal is aligned bottom-right, as {} does"}
 MEAN = {"dead_rows_mean": "a query that sees no key gets the mean of all values, as {} gives it"}
+UNREAD = {
+    "softcap_ignored": "softcap is ignored, as functions of {} may do",
+    "sinks_ignored": "sinks are ignored, as functions of {} may do",
+}
 
 
 def _as(library: str, *clauses: Mapping[str, str]) -> dict[str, str]:
@@ -234,9 +306,24 @@ DIALECTS = {
     "torch": Dialect("torch", True, _torch, conventions=_as("torch", TOP_LEFT, LEAKS)),
     "flash_attention": Dialect(
         "torch", False, _flash_attention, lse="return_attn_probs",
-        conventions={
-            "causal_bottom_right": "causal is aligned bottom-right, as flash-attention does"
-        } | _as("flash-attention", LEAKS),
+        conventions=_as("flash-attention", BOTTOM_RIGHT, LEAKS),
+    ),
+    "flash_attention_varlen": Dialect(
+        "torch", False, _flash_varlen, lse="return_attn_probs", adapted=adapted.packed,
+        conventions=_as("flash-attention", BOTTOM_RIGHT, LEAKS),
+    ),
+    "flash_attention_paged": Dialect(
+        "torch", False, _flash_paged, lse="return_softmax_lse",
+        conventions=_as("flash-attention", BOTTOM_RIGHT, LEAKS),
+    ),
+    "flex_attention": Dialect(
+        "torch", True, _flex, lse="return_lse", adapted=adapted.flexible,
+        conventions=_as("flex_attention", LEAKS),
+    ),
+    "transformers": Dialect(
+        "torch", True, _transformers, adapted=adapted.hooked,
+        conventions=_as("transformers", MEAN, LEAKS, UNREAD),
+        inconsistent=("bias that hides rows",),  # as for JAX
     ),
     "jax": Dialect(
         "jax", False, _jax, lse="return_residual", lse_heads_first=False,

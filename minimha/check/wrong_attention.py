@@ -155,7 +155,7 @@ class _Deviation:
         else:
             self.S, self.size = rows @ columns, abs(rows) @ abs(columns)
         self.q, self.V = q, (K if "v_is_k" in d else V)
-        self.delta = (FLOAT32 * (x.D + 8) + 2 * x.extra) * self.size
+        self.delta = (x.summed(x.D, 8) + 2 * x.extra) * self.size
         self.round_products(rows, columns)
 
     def moved(self, a: Array) -> Array:
@@ -413,7 +413,7 @@ class _Deviation:
             sees_bad = np.asarray((visible & is_bad[:, :, None, :]).any(-1))
             self.O = np.where(sees_bad[..., None], np.nan, self.O)
         sizes = np.where(np.isfinite(V), abs(V), 0)
-        relative = self.looseness + x.extra + 2 * x.unit + FLOAT32 * (x.Lk + 32)
+        relative = self.looseness + x.extra + 2 * x.unit + x.summed(x.Lk, 32)
         self.bound = (abs(W) * relative) @ sizes + self.moved_by_scores()
         self.bound = self.bound + x.smallest * (1 + sizes.sum(-2, keepdims=True))
         if "weights_in_float16" in self.d and not x.is_exact:
@@ -426,10 +426,12 @@ class _Deviation:
         W ε (V - O). This is small if one key has nearly all the weight.
         """
         V = np.where(np.isfinite(self.V), self.V, 0)
-        if not self.is_mean or self.x.unit == FLOAT32:
+        if not self.is_mean:
             return np.asarray((abs(self.W) * (self.relative + self.drift)) @ abs(V))
-        distances = abs(V[:, :, None] - np.nan_to_num(self.O)[..., None, :])
-        moved = ((abs(self.W) * self.relative)[..., None] * distances).sum(-2)
+        changes, O = abs(self.W) * self.relative, np.nan_to_num(self.O)
+        total = changes.sum(-1, keepdims=True)
+        squares = changes @ V**2 - 2 * O * (changes @ V) + O**2 * total
+        moved = np.sqrt(total * np.maximum(squares, 0))  # Cauchy-Schwarz
         return np.asarray(moved / (1 - np.minimum(self.drift, 0.5)))
 
     def take_logarithm(self) -> None:
@@ -448,8 +450,9 @@ class _Deviation:
         self.L = L = np.broadcast_to(L[..., 0], rows)
         drift = np.broadcast_to(drift[..., 0], rows)
         sizes = np.where(np.isfinite(L), abs(L), 0)
-        self.lse_bound = 4 * drift + 4 * self.looseness + 4 * self.x.unit * (sizes + 1)
-        self.lse_bound = self.lse_bound + FLOAT32 * (self.x.Lk + 32)
+        factor = 1 if self.x.is_likely else 4
+        self.lse_bound = factor * (drift + self.looseness + self.x.unit * (sizes + 1))
+        self.lse_bound = self.lse_bound + self.x.summed(self.x.Lk, 32)
 
     def settle_rows(self) -> None:
         """Set the accepted numbers in rows that see no key, or that a hidden NaN may reach."""
