@@ -78,12 +78,20 @@ def by_mask(x: Prepared, d: Mapping[str, Any]) -> Array:
     is_beside = d.get("mask_ignored") == "with causality" and not x.given.get("is_causal")
     if mask is None or ("mask_ignored" in d and not is_beside):
         return ALL
-    if "mask_head_0_for_all" in d:
-        mask = mask[:, :1]
-    if "mask_batch_0_for_all" in d:
-        mask = mask[:1]
-    if "mask_transposed" in d:
+    mask = indexed(x, d, "mask", mask)
+    return np.asarray(~mask if "mask_inverted" in d else mask)
+
+
+def indexed(x: Prepared, d: Mapping[str, Any], name: str, a: NDArray[Any]) -> NDArray[Any]:
+    """The mask or the bias ``a``, by the indices that the deviations of ``name`` give it."""
+    if f"{name}_by_kv_head" in d and a.shape[1] > 1:
+        a = a[:, x.heads]
+    if f"{name}_head_0_for_all" in d:
+        a = a[:, :1]
+    if f"{name}_batch_0_for_all" in d:
+        a = a[:1]
+    if f"{name}_transposed" in d:
         if x.Lq != x.Lk:
-            raise Impossible("the mask is transposed but Lq is not Lk")
-        mask = mask.swapaxes(-1, -2)
-    return ~mask if "mask_inverted" in d else mask
+            raise Impossible(f"the {name} is transposed but Lq is not Lk")
+        a = a.swapaxes(-1, -2)
+    return a

@@ -205,11 +205,17 @@ class _Deviation:
             for name, value in (
                 ("scale_missing", 1), ("scale_1_over_d", 1 / x.D), ("scale_sqrt_d", np.sqrt(x.D)),
                 ("scale_model_width", 1 / np.sqrt(x.H * x.D)),
+                ("scale_padded_width", self.padded_width() ** -0.5),
             ):  # fmt: skip
                 scale = value if name in d else scale
         else:
             scale = given
         return float(scale**2 if "scale_twice" in d else scale)
+
+    def padded_width(self) -> int:
+        D, block = self.x.D, self.d.get("scale_padded_width", 1)
+        whole = 1 << (D - 1).bit_length() if block == "power of 2" else -(-D // block) * block
+        return int(whole)
 
     def scale(self) -> None:
         factor = self.scale_used()
@@ -229,14 +235,7 @@ class _Deviation:
         bias, d = self.x.bias, self.d
         if bias is None or "bias_ignored" in d:
             return
-        if "bias_head_0_for_all" in d:
-            bias = bias[:, :1]
-        if "bias_batch_0_for_all" in d:
-            bias = bias[:1]
-        if "bias_transposed" in d:
-            if self.x.Lq != self.x.Lk:
-                raise Impossible("the bias is transposed but Lq is not Lk")
-            bias = bias.swapaxes(-1, -2)
+        bias = visible.indexed(self.x, d, "bias", bias)
         self.add(-bias if "bias_subtracted" in d else bias)
 
     def alibi(self) -> None:

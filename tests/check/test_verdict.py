@@ -128,6 +128,7 @@ def test_three_and_four_deviations_are_named(names):
         ("causal_top_left", ("causal", "window")),
         ("softmax_global_maximum", "all"),
         ("heads_not_moved_back", "forth"),
+        ("scale_padded_width", "power of 2"),
         ("softcap_after_mask", "bias last"),
         ("softmax_base_2", "log2"),
         ("hidden_score_small", ("all", -7.0, "fill")),  # values that no list holds
@@ -384,7 +385,7 @@ OF_LAYERS = [
     "rope_on_values", "rope_ignores_offset", "cache_written_one_late", "concat_heads_reversed",
     "concat_heads_interleaved", "heads_interleaved", "heads_not_moved_back", "heads_not_split",
     "kv_heads_tiled", "residual_added", "scale_missing", "scale_model_width", "causal_ignored",
-    "mask_inverted", "softmax_over_heads", "q_k_swapped", "v_is_k",
+    "mask_inverted", "softmax_over_heads", "q_k_swapped", "v_is_k", "scale_padded_width",
 ]  # fmt: skip
 
 

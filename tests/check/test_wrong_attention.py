@@ -52,6 +52,7 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "scale_sqrt_d": ("one head", {"scale": 2.0}),
     "scale_twice": ("scale", {"scale": 0.3125**2}),
     "scale_model_width": ("heads and batch", {"scale": 12**-0.5}),
+    "scale_padded_width": ("one head", {"scale": 0.25}),
     "scale_argument_ignored": ("scale", {"scale": None}),
     "softcap_ignored": ("softcap", {"softcap": None}),
     "bias_ignored": ("bias", {"attn_bias": None}),
@@ -63,6 +64,10 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     ),
     "bias_batch_0_for_all": (
         "bias for each head", {"attn_bias": bias_of("bias for each head")[:1]},
+    ),
+    "bias_by_kv_head": (
+        "bias for each head, grouped heads",
+        {"attn_bias": bias_of("bias for each head, grouped heads")[:, [0, 0, 1, 1]]},
     ),
     "alibi_ignored": ("ALiBi", {"alibi_slopes": None}),
     "alibi_sign": ("ALiBi", {"alibi_slopes": -PROBLEMS["ALiBi"]["alibi_slopes"]}),
@@ -96,6 +101,10 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     ),
     "mask_batch_0_for_all": (
         "mask for each head", {"attn_mask": mask_of("mask for each head")[:1]},
+    ),
+    "mask_by_kv_head": (
+        "mask for each head, grouped heads",
+        {"attn_mask": mask_of("mask for each head, grouped heads")[:, [0, 0, 1, 1]]},
     ),
     "mask_added_as_number": (
         "mask", {"attn_mask": None, "attn_bias": mask_of("mask").astype(np.float32)},

@@ -290,6 +290,21 @@ def decoder_unless_told(q, k, v, is_causal=True):
     return softmax(S) @ np.nan_to_num(v)
 
 
+@has("scale_padded_width", "bias_by_kv_head")
+def padded_width(q, k, v, attn_bias=None):
+    width = -(-q.shape[-1] // 32) * 32
+    q, k = (np.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q, k))
+    group = q.shape[1] // k.shape[1]
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(width)
+    if attn_bias is not None:
+        per_head = attn_bias.ndim == 4 and attn_bias.shape[1] > 1
+        S = S + (attn_bias[:, np.arange(q.shape[1]) // group] if per_head else attn_bias)
+    top = S.max(-1, keepdims=True)
+    E = np.exp(S - np.where(np.isneginf(top), 0, top))
+    return E @ v / np.maximum(E.sum(-1, keepdims=True), 1e-30)
+
+
 @has("alibi_by_kv_head", "sinks_by_kv_head")
 def grouped_throughout(q, k, v, alibi_slopes=None, sinks=None):
     group, heads = q.shape[1] // k.shape[1], np.arange(q.shape[1])
