@@ -222,6 +222,8 @@ def _causal() -> Iterator[Graded]:
     shows = "whether future keys are hidden for good"
     lower = np.tril(np.ones((6, 6), bool))
     yield _low_scores("causal, low scores", shows, lower, is_causal=True)
+    grouped = {"H": 4, "Hkv": 2, "Lq": 6, "Lk": 6}
+    yield causal("causal, grouped heads", "positions of grouped heads", grouped)
 
 
 def _low_scores(name: str, shows: str, visible: Array, **options: Any) -> Graded:
@@ -399,6 +401,8 @@ def _many_keys() -> Iterator[Graded]:
         if Dv == MANY:
             x["v"] = _identity(MANY)
         yield _problem(name, "blocks of keys", x)
+    few, shows = {"Lq": 3, "Lk": MANY}, "where blocks of keys begin and end"
+    yield _drawn(f"causal, {MANY} keys", shows, few, is_causal=True, q_offset=298)
 
 
 def _tiles() -> Iterator[Graded]:

@@ -35,7 +35,8 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     if "causal_reversed" in d:
         return np.asarray(x.j >= p + d["causal_reversed"])
     ahead = d.get("causal_sees_one_ahead", 0) - d.get("causal_excludes_self", 0)
-    return np.asarray(x.j <= p + ahead)
+    block = d.get("causal_loop_ignores_offset", x.Lk)
+    return np.asarray((x.j <= p + ahead) & (x.j < (x.i // block + 1) * block))
 
 
 def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
@@ -55,10 +56,19 @@ def _position(x: Prepared, d: Mapping[str, Any], name: str) -> NDArray[Any]:
     """The position of each query among the keys, for causality or for the window."""
     for deviation, offset in (("causal_top_left", 0), ("causal_bottom_right", x.Lk - x.Lq)):
         if name in d.get(deviation, ()):
-            return np.asarray(x.i + np.full_like(x.offset, offset))
+            return np.asarray(rows(x, d) + np.full_like(x.offset, offset))
     if name == "window" and "window_ignores_offset" in d:
-        return np.asarray(x.i + np.zeros_like(x.offset))
-    return np.asarray(x.i + x.offset)
+        return np.asarray(rows(x, d) + np.zeros_like(x.offset))
+    return np.asarray(rows(x, d) + x.offset)
+
+
+def rows(x: Prepared, d: Mapping[str, Any]) -> NDArray[Any]:
+    """The number of each query, (Lq, 1); (H, Lq, 1) if the rows of grouped heads are confused."""
+    way, G = d.get("packed_rows_confused"), x.H // x.Hkv
+    g = np.arange(x.H)[:, None, None] % G
+    if way == "row // G":
+        return np.asarray((g * x.Lq + x.i) // G)
+    return np.asarray((x.i * G + g) % x.Lq) if way == "row mod Lq" else x.i
 
 
 def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:

@@ -246,7 +246,7 @@ class _Deviation:
         slopes = slopes.astype(np.float64)[: 1 if "alibi_slope_0_for_all" in d else None]
         slopes = slopes[x.heads] if "alibi_by_kv_head" in d else slopes
         ignores = "alibi_ignores_offset" in d or "alibi" in d.get("causal_top_left", ())
-        p = x.i + np.zeros_like(x.offset) if ignores else x.i + x.offset
+        p = visible.rows(x, d) + (np.zeros_like(x.offset) if ignores else x.offset)
         distance = p - x.j if "alibi_signed_distance" in d else abs(p - x.j)
         self.add((1 if "alibi_sign" in d else -1) * slopes[:, None, None] * distance)
 

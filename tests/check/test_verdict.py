@@ -386,6 +386,7 @@ OF_LAYERS = [
     "concat_heads_interleaved", "heads_interleaved", "heads_not_moved_back", "heads_not_split",
     "kv_heads_tiled", "residual_added", "scale_missing", "scale_model_width", "causal_ignored",
     "mask_inverted", "softmax_over_heads", "q_k_swapped", "v_is_k", "scale_padded_width",
+    "packed_rows_confused",
 ]  # fmt: skip
 
 

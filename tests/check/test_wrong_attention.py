@@ -46,6 +46,12 @@ def bias_of(name):
     return PROBLEMS[name]["attn_bias"]
 
 
+def as_if_at(positions):
+    """A mask for heads of six queries in groups of two that stand at these positions."""
+    mask = np.arange(6) <= np.reshape(positions, (2, 6, 1))
+    return {"is_causal": False, "attn_mask": np.tile(mask, (1, 2, 1, 1))}
+
+
 AS = {  # a deviation, a problem, and the arguments that have the same effect
     "scale_missing": ("one head", {"scale": 1.0}),
     "scale_1_over_d": ("one head", {"scale": 0.25}),
@@ -84,6 +90,10 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "causal_bottom_right": ("causal, amid the keys", {"q_offset": 5}),
     "causal_reversed": (
         "causal", {"is_causal": False, "attn_mask": np.triu(np.ones((6, 6), bool))},
+    ),
+    "causal_loop_ignores_offset": ("causal, 301 keys", {"kv_lengths": np.array([64])}),
+    "packed_rows_confused": (
+        "causal, grouped heads", as_if_at([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
     ),
     "window_ignored": ("window", {"window_size": None}),
     "window_left_short": ("window", {"window_size": (2, 1)}),
@@ -148,6 +158,13 @@ def test_heads_are_tiled_or_all_the_first():
         output, _ = attend(x, [identifier])
         expected, _ = right("grouped heads", k=x["k"][:, heads], v=x["v"][:, heads])
         np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
+def test_packed_rows_are_confused_in_another_way():
+    name = "causal, grouped heads"
+    output, _ = attend(PROBLEMS[name], {"packed_rows_confused": "row mod Lq"})
+    expected, _ = right(name, **as_if_at([0, 2, 4, 0, 2, 4, 1, 3, 5, 1, 3, 5]))
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
 
 
 def test_products_are_swapped_or_reshaped():

@@ -305,6 +305,37 @@ def padded_width(q, k, v, attn_bias=None):
     return E @ v / np.maximum(E.sum(-1, keepdims=True), 1e-30)
 
 
+@has("packed_rows_confused")
+def packed_heads(q, k, v, is_causal=False):
+    """The queries of a group in one tile, head after head."""
+    B, H, Lq, D = q.shape
+    group = H // k.shape[1]
+    rows = q.reshape(B, k.shape[1], group * Lq, D)
+    S = rows @ k.swapaxes(-1, -2) / np.sqrt(D)
+    if is_causal:
+        if Lq != k.shape[2]:
+            raise NotImplementedError
+        S = np.where(np.arange(Lq) <= np.arange(group * Lq)[:, None] // group, S, -1e30)
+    return (softmax(S) @ np.nan_to_num(v)).reshape(B, H, Lq, v.shape[-1])
+
+
+@has("causal_loop_ignores_offset")
+def loop_ends_early(q, k, v, is_causal=False, q_offset=0):
+    Lq, Lk = q.shape[2], k.shape[2]
+    k, v = repeated(q, k, v)
+    S = (q @ k.swapaxes(-1, -2)).astype(np.float64) / np.sqrt(q.shape[-1])
+    p = np.arange(Lq)[:, None] + np.reshape(q_offset, (-1, 1, 1, 1))
+    S = np.where(np.arange(Lk) <= p, S, -1e30) if is_causal else S
+    O = np.zeros((*q.shape[:3], v.shape[-1]), np.float32)
+    for i in range(0, Lq, 8):
+        end = min(i + 8, Lk) if is_causal else Lk
+        E = np.exp(S[:, :, i : i + 8, :end] - S[:, :, i : i + 8].max(-1, keepdims=True))
+        E = np.where(S[:, :, i : i + 8, :end] == -1e30, 0, E)
+        total = E.sum(-1, keepdims=True)
+        O[:, :, i : i + 8] = E @ np.nan_to_num(v[:, :, :end]) / np.where(total == 0, 1, total)
+    return O
+
+
 @has("alibi_by_kv_head", "sinks_by_kv_head")
 def grouped_throughout(q, k, v, alibi_slopes=None, sinks=None):
     group, heads = q.shape[1] // k.shape[1], np.arange(q.shape[1])
