@@ -403,6 +403,9 @@ def _many_keys() -> Iterator[Graded]:
         yield _problem(name, "blocks of keys", x)
     few, shows = {"Lq": 3, "Lk": MANY}, "where blocks of keys begin and end"
     yield _drawn(f"causal, {MANY} keys", shows, few, is_causal=True, q_offset=298)
+    yield _drawn(f"window, {MANY} keys", shows, few, window_size=(70, 0), q_offset=298)
+    lengths = np.array([65, 130, 290])
+    yield _drawn(f"lengths, {MANY} keys", shows, {"B": 3, **few}, kv_lengths=lengths)
 
 
 def _tiles() -> Iterator[Graded]:

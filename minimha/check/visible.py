@@ -49,7 +49,11 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     left = UNBOUNDED if "window_left_ignored" in d else left
     right = UNBOUNDED if "window_right_ignored" in d else right
     p = _position(x, d, "window")
-    return np.asarray((p - left <= x.j) & (x.j <= p + right))
+    B_r, B_c = d.get("window_left_in_blocks", (1, 1))
+    first = (p - left - x.i % B_r) // B_c * B_c
+    block = d.get("window_starts_from_last_row", 1)
+    first = np.maximum(first, (first - x.i % block + block - 1) // block * block)
+    return np.asarray((first <= x.j) & (x.j <= p + right))
 
 
 def _position(x: Prepared, d: Mapping[str, Any], name: str) -> NDArray[Any]:
@@ -77,7 +81,8 @@ def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
     if x.given.get("kv_lengths") is not None and "lengths_ignored" not in d:
         lengths = x.lengths[:1] if "lengths_batch_0_for_all" in d else x.lengths
         lengths = lengths + d.get("lengths_one_too_long", 0) - d.get("lengths_one_too_short", 0)
-        visible = x.j < lengths
+        page = d.get("lengths_rounded_up", 1)
+        visible = x.j < -(-lengths // page) * page
     B_c = d.get("online_last_block_dropped")
     return visible if B_c is None else visible & (x.j < x.Lk // B_c * B_c)
 

@@ -125,6 +125,8 @@ def test_three_and_four_deviations_are_named(names):
         ("online_output_not_rescaled", 128),
         ("online_last_block_dropped", 3),
         ("window_left_short", 2),
+        ("window_left_in_blocks", (16, 16)),
+        ("lengths_rounded_up", 64),
         ("causal_top_left", ("causal", "window")),
         ("softmax_global_maximum", "all"),
         ("heads_not_moved_back", "forth"),

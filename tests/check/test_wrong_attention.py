@@ -52,6 +52,12 @@ def as_if_at(positions):
     return {"is_causal": False, "attn_mask": np.tile(mask, (1, 2, 1, 1))}
 
 
+def keys_from(first):
+    """The arguments of "window, 301 keys" if all rows see keys from ``first`` on."""
+    seen = np.arange(301) >= first
+    return {"window_size": None, "is_causal": True, "attn_mask": np.tile(seen, (3, 1))}
+
+
 AS = {  # a deviation, a problem, and the arguments that have the same effect
     "scale_missing": ("one head", {"scale": 1.0}),
     "scale_1_over_d": ("one head", {"scale": 0.25}),
@@ -103,6 +109,8 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "window_left_ignored": ("window", {"window_size": (None, 1)}),
     "window_right_ignored": ("window", {"window_size": (3, None)}),
     "window_ignores_offset": ("window, more keys than queries", {"q_offset": 0}),
+    "window_left_in_blocks": ("window, 301 keys", keys_from(192)),  # not from 228 on
+    "window_starts_from_last_row": ("window, 301 keys", keys_from(256)),
     "mask_ignored": ("mask", {"attn_mask": None}),
     "mask_inverted": ("mask", {"attn_mask": ~mask_of("mask")}),
     "mask_transposed": ("mask", {"attn_mask": mask_of("mask").T}),
@@ -130,6 +138,7 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "lengths_ignored": ("lengths", {"kv_lengths": None}),
     "lengths_one_too_long": ("lengths", {"kv_lengths": np.array([6, 4, 8])}),
     "lengths_one_too_short": ("lengths", {"kv_lengths": np.array([4, 2, 6])}),
+    "lengths_rounded_up": ("lengths, 301 keys", {"kv_lengths": np.array([80, 144, 301])}),
     "lengths_batch_0_for_all": ("lengths", {"kv_lengths": np.array([5, 5, 5])}),
     "softmax_base_2": ("one head", {"scale": 0.5 * np.log(2)}),
     "sinks_ignored": ("sinks", {"sinks": None}),
@@ -177,6 +186,19 @@ def test_products_are_swapped_or_reshaped():
     np.testing.assert_allclose(output, softmax(S) @ x["v"], rtol=1e-10)
     with pytest.raises(Impossible, match="Lq is not Lk"):
         attend(PROBLEMS["one head"], ["q_k_swapped"])
+
+
+def test_blocks_of_rows_share_the_windows_first_key():
+    name, (i, j) = "window, 64 tokens", np.indices((64, 64))
+    for identifier, value, first in (
+        ("window_left_in_blocks", (16, 16), (i // 16 * 16 - 9) // 16 * 16),
+        ("window_starts_from_last_row", 32, np.maximum(i - 9, np.where(i < 32, 0, 32))),
+    ):
+        output, _ = attend(PROBLEMS[name], {identifier: value})
+        mask = (first <= j) & (j <= i + 3)
+        expected, _ = right(name, window_size=None, attn_mask=mask)
+        np.testing.assert_allclose(output, expected, rtol=1e-10)
+        assert not np.allclose(output, right(name)[0], atol=1e-5)
 
 
 @pytest.mark.parametrize(

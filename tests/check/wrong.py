@@ -336,6 +336,24 @@ def loop_ends_early(q, k, v, is_causal=False, q_offset=0):
     return O
 
 
+@has("lengths_rounded_up", "window_left_in_blocks")
+def whole_pages(q, k, v, kv_lengths=None, window_size=None, q_offset=0):
+    """Pages of 16 keys, none of which is read in part."""
+    k, v = repeated(q, k, v)
+    S, j = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), np.arange(k.shape[2])
+    page = j // 16
+    if kv_lengths is not None:
+        S = np.where(page < -(-kv_lengths // 16)[:, None, None, None], S, -np.inf)
+    if window_size is not None:
+        left, right = (10**6 if side is None else side for side in window_size)
+        p = np.arange(q.shape[2])[:, None] + q_offset
+        S = np.where((page >= (p - left) // 16) & (j <= p + right), S, -np.inf)
+    top = S.max(-1, keepdims=True)
+    E = np.exp(S - np.where(np.isneginf(top), 0, top))
+    total = E.sum(-1, keepdims=True)
+    return E @ np.nan_to_num(v) / np.where(total == 0, 1, total)
+
+
 @has("alibi_by_kv_head", "sinks_by_kv_head")
 def grouped_throughout(q, k, v, alibi_slopes=None, sinks=None):
     group, heads = q.shape[1] // k.shape[1], np.arange(q.shape[1])
