@@ -17,6 +17,7 @@ HIDING = ("attn_mask", "is_causal", "window_size", "kv_lengths")
 BLOCKS = (64, 32, 16, 128, 8, 4, 2, 1, 3, 5, 6, 7, 10, 12, 24, 48, 96, 100, 256)
 KINDS = ("all", "mask", "positions", "lengths")
 WAYS = ("fill", "add", "fill before the scale")
+SPLITS = (*(("parts", n) for n in (2, 4, 8, 3)), *(("keys", n) for n in BLOCKS[:6]))
 FILLS = (-10.0, -2.0, -5.0, -15.0, -20.0, -30.0, -50.0, -100.0)
 
 
@@ -246,6 +247,12 @@ _ALL = [
     *_stage("exponential", ALWAYS,
         ("softmax_base_2", "2^s is computed in place of e^s.",
          "Multiply the scores by log2(e) before exp2.", ("ln", "log2", "consistent")),
+        ("bias_not_in_base_2", "2^s is computed, but what is added to s is not in base 2.",
+         "Multiply biases, ALiBi and sinks by log2(e) too.",
+         (("attn_bias", "alibi_slopes", "sinks"), ("attn_bias", "alibi_slopes"), ("attn_bias",),
+          ("alibi_slopes",), ("sinks",))),
+        ("lse_base_2_merged", "Parts of the keys are merged by e^L, but their L has base 2.",
+         "Merge by 2^L, or multiply L by ln 2 before.", SPLITS),
     ),
     *_stage("maximum", ALWAYS,
         ("softmax_no_maximum", "The row's maximum is not subtracted: exponentials overflow.",
@@ -280,6 +287,8 @@ _ALL = [
     ),
     *_stage("the size of sinks", ("sinks",),
         ("sink_scaled", "Sinks are scaled as scores are.", "Use sinks as they are given."),
+        ("sink_in_each_part", "Each part of the keys adds the sink: it counts several times.",
+         "Add the sink once, where parts are merged.", SPLITS),
     ),
     *_stage("sinks and the maximum", ("sinks",),
         ("sink_not_in_maximum",
@@ -296,6 +305,9 @@ _ALL = [
          "Return 0 where the sum is 0."),
         ("lse_of_dead_rows", "The log-sum-exp of a query that sees no key is not -inf.",
          "Return -inf where the sum is 0."),
+        ("part_without_keys_nan", "NaN where some part or block of the keys holds no visible key.",
+         "Give such a part an output of 0, and a log-sum-exp of -inf.",
+         (*((kind, n) for n in BLOCKS[:6] for kind in ("keys", "first")), *SPLITS[:4])),
     ),
     *_stage("leaks", HIDING,
         ("nan_leaks", "A NaN in a hidden key or value reaches the output.",

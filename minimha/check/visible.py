@@ -16,6 +16,12 @@ Array = NDArray[np.bool_]
 ALL = np.ones((1, 1, 1, 1), bool)
 
 
+def part_size(x: Prepared, split: tuple[str, int]) -> int:
+    """The number of keys in a part; a split is ("parts", 4), or by 64 keys each ("keys", 64)."""
+    kind, n = split
+    return -(-x.Lk // n) if kind == "parts" else n
+
+
 def by_positions(x: Prepared, d: Mapping[str, Any]) -> Array:
     """Whether causality and the window let query i see key j."""
     return _by_window(x, d) & _by_causality(x, d)

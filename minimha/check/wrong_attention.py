@@ -196,6 +196,17 @@ class _Deviation:
         for operation in sorted(order, key=order.__getitem__):
             getattr(self, operation)()
         self.has_score = np.broadcast_to(~np.isneginf(self.S), self.x.shape)
+        if "lse_base_2_merged" in self.d:
+            self.weigh_parts(visible.part_size(self.x, self.d["lse_base_2_merged"]))
+
+    def weigh_parts(self, size: int) -> None:
+        """Multiply the weights of each part by exp(L / ln 2 - L), with L its log-sum-exp."""
+        top = self.S.max(-1, keepdims=True)
+        top = np.where(np.isneginf(top), 0, top)
+        sums = np.add.reduceat(np.exp(self.S - top), self.x.j[::size], axis=-1)
+        L = (top + np.log(sums))[..., self.x.j // size]
+        self.S = self.S + L * (1 / np.log(2) - 1)
+        self.delta = self.delta + np.where(self.has_score, self.delta, 0).max(-1, keepdims=True)
 
     def scale_used(self) -> float:
         x, d = self.x, self.d
@@ -235,8 +246,12 @@ class _Deviation:
         bias, d = self.x.bias, self.d
         if bias is None or "bias_ignored" in d:
             return
-        bias = visible.indexed(self.x, d, "bias", bias)
+        bias = visible.indexed(self.x, d, "bias", bias) * self.unit_of("attn_bias")
         self.add(-bias if "bias_subtracted" in d else bias)
+
+    def unit_of(self, option: str) -> float:
+        """ln 2 if what the option adds is not multiplied by log2 e as the scores are, else 1."""
+        return float(np.log(2)) if option in self.d.get("bias_not_in_base_2", ()) else 1.0
 
     def alibi(self) -> None:
         x, d = self.x, self.d
@@ -248,7 +263,8 @@ class _Deviation:
         ignores = "alibi_ignores_offset" in d or "alibi" in d.get("causal_top_left", ())
         p = visible.rows(x, d) + (np.zeros_like(x.offset) if ignores else x.offset)
         distance = p - x.j if "alibi_signed_distance" in d else abs(p - x.j)
-        self.add((1 if "alibi_sign" in d else -1) * slopes[:, None, None] * distance)
+        sign = 1 if "alibi_sign" in d else -1
+        self.add(sign * self.unit_of("alibi_slopes") * slopes[:, None, None] * distance)
 
     def add(self, term: Array) -> None:
         self.S = self.S + term
@@ -309,7 +325,9 @@ class _Deviation:
         plain = self.total(terms, axis)
         total = plain
         if sinks is not None:
-            total = plain + exp(sinks - (0 if "sink_unshifted" in d else top))
+            size = visible.part_size(self.x, d.get("sink_in_each_part", ("parts", 1)))
+            sinks = sinks - (0 if "sink_unshifted" in d else top)
+            total = plain + -(-self.x.Lk // size) * exp(sinks)
         W = (
             numerators
             if "softmax_not_normalised" in d
@@ -329,6 +347,7 @@ class _Deviation:
         if sinks is None or "sinks_ignored" in d:
             return None
         sinks = sinks.astype(np.float64)[: 1 if "sink_0_for_all" in d else None, None, None]
+        sinks = sinks * self.unit_of("sinks")
         sinks = sinks[self.x.heads] if "sinks_by_kv_head" in d else sinks
         return np.asarray(sinks * self.scale_used() if "sink_scaled" in d else sinks)
 
@@ -471,8 +490,19 @@ class _Deviation:
             rounding = (8 * x.unit + FLOAT32 * (x.Lk + 32)) * sizes
             self.bound = np.where(rows, rounding, self.bound)
             self.is_lse_free = self.is_lse_free | rows[..., 0]
+        if "part_without_keys_nan" in d:
+            self.lose_rows(*d["part_without_keys_nan"])
         if x.has_nan:
             self.settle_nan()
+
+    def lose_rows(self, kind: str, size: int) -> None:
+        """Set rows to NaN if they see no key in some part, or in the "first" one."""
+        starts = self.x.j[:: visible.part_size(self.x, (kind, size))]
+        seen = np.asarray(np.logical_or.reduceat(self.has_score, starts, axis=-1))
+        is_lost = np.asarray(~(seen[..., 0] if kind == "first" else seen.all(-1)))
+        self.others.append(np.where(is_lost[..., None], np.nan, self.O))
+        self.O = np.where((is_lost & ~self.x.sees_nothing)[..., None], np.nan, self.O)
+        self.is_lse_free = self.is_lse_free | is_lost
 
     def settle_nan(self) -> None:
         is_bad = ~(np.isfinite(self.V).all(-1) & np.isfinite(self.x.k[:, self.x.heads]).all(-1))

@@ -133,6 +133,9 @@ def test_three_and_four_deviations_are_named(names):
         ("scale_padded_width", "power of 2"),
         ("softcap_after_mask", "bias last"),
         ("softmax_base_2", "log2"),
+        ("bias_not_in_base_2", ("sinks",)),
+        ("lse_base_2_merged", ("keys", 64)),
+        ("part_without_keys_nan", ("first", 16)),
         ("hidden_score_small", ("all", -7.0, "fill")),  # values that no list holds
         ("hidden_score_small", ("mask", -12.5, "add")),
         ("hidden_score_small", ("all", -33.0, "fill before the scale")),
@@ -388,7 +391,7 @@ OF_LAYERS = [
     "concat_heads_interleaved", "heads_interleaved", "heads_not_moved_back", "heads_not_split",
     "kv_heads_tiled", "residual_added", "scale_missing", "scale_model_width", "causal_ignored",
     "mask_inverted", "softmax_over_heads", "q_k_swapped", "v_is_k", "scale_padded_width",
-    "packed_rows_confused",
+    "packed_rows_confused", "lse_base_2_merged",
 ]  # fmt: skip
 
 

@@ -141,9 +141,11 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "lengths_rounded_up": ("lengths, 301 keys", {"kv_lengths": np.array([80, 144, 301])}),
     "lengths_batch_0_for_all": ("lengths", {"kv_lengths": np.array([5, 5, 5])}),
     "softmax_base_2": ("one head", {"scale": 0.5 * np.log(2)}),
+    "bias_not_in_base_2": ("bias", {"attn_bias": bias_of("bias") * np.log(2)}),
     "sinks_ignored": ("sinks", {"sinks": None}),
     "sink_0_for_all": ("sinks", {"sinks": np.full(3, 1.5, np.float32)}),
     "sink_scaled": ("sinks", {"sinks": np.array([0.75, -0.5, 2.0])}),
+    "sink_in_each_part": ("sinks", {"sinks": PROBLEMS["sinks"]["sinks"] + np.log(2)}),
     "sinks_by_kv_head": ("sinks, grouped heads", {"sinks": np.array([1.5, 1.5, -1.0, -1.0])}),
     "v_is_k": ("one head", {"v": PROBLEMS["one head"]["k"]}),
     "k_v_swapped": (
@@ -241,6 +243,43 @@ def test_the_last_block_is_dropped():
     output, _ = attend(x, {"online_last_block_dropped": 64})
     expected, _ = right("301 keys", k=x["k"][:, :, :256], v=x["v"][:, :, :256])
     np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "option"), [("ALiBi", "alibi_slopes"), ("sinks", "sinks")])
+def test_what_is_added_is_not_in_base_2(name, option):
+    output, _ = attend(PROBLEMS[name], ["bias_not_in_base_2"])
+    given = PROBLEMS[name][option].astype(np.float64)
+    expected, _ = right(name, **{option: given * np.log(2)})
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+    assert not np.allclose(output, right(name)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("split", "starts"),
+    [(("parts", 2), [0, 151]), (("parts", 4), [0, 76, 152, 228]), (("keys", 128), [0, 128, 256])],
+)
+def test_parts_are_merged_by_a_log_sum_exp_of_base_2(split, starts):
+    x = PROBLEMS["301 keys"]
+    parts = [
+        right("301 keys", k=x["k"][:, :, i:j], v=x["v"][:, :, i:j])
+        for i, j in zip(starts, [*starts[1:], 301], strict=True)
+    ]
+    L = np.stack([L for _, L in parts]) / np.log(2)
+    W = softmax(L, axis=0)
+    expected = sum(w[..., None] * O for w, (O, _) in zip(W, parts, strict=True))
+    output, lse = attend(x, {"lse_base_2_merged": split})
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+    np.testing.assert_allclose(lse, np.log(np.exp(L).sum(0)), rtol=1e-10)
+
+
+def test_rows_that_see_no_key_of_some_part_are_nan():
+    expected, _ = right("causal")
+    for split, lost in ((("parts", 2), 3), (("keys", 4), 4), (("first", 4), 0)):
+        output, _ = attend(PROBLEMS["causal"], {"part_without_keys_nan": split})
+        assert np.isnan(output[:, :, :lost]).all()
+        np.testing.assert_allclose(output[:, :, lost:], expected[:, :, lost:], rtol=1e-10)
+    output, _ = attend(PROBLEMS["window"], {"part_without_keys_nan": ("first", 4)})
+    np.testing.assert_array_equal(np.isnan(output).any((0, 1, 3)), np.arange(9) - 3 >= 4)
 
 
 def test_the_log_sum_exp_has_another_base_or_lacks_something():

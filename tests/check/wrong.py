@@ -354,6 +354,53 @@ def whole_pages(q, k, v, kv_lengths=None, window_size=None, q_offset=0):
     return E @ np.nan_to_num(v) / np.where(total == 0, 1, total)
 
 
+def merged(q, k, v, count, sinks=None, attn_mask=None, base=np.e):
+    """Attention over ``count`` parts of the keys, each with the sink, merged by their L."""
+    k, v = repeated(q, k, v)
+    size = -(-k.shape[2] // count)
+    outputs, sums = [], []
+    for j in range(0, k.shape[2], size):
+        S = q @ k[:, :, j : j + size].swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        if attn_mask is not None:
+            mask = np.broadcast_to(attn_mask, (*attn_mask.shape[:-1], k.shape[2]))
+            S = np.where(mask[..., j : j + size], S, -np.inf)
+        top = S.max(-1, keepdims=True)
+        P = np.exp(S - top)
+        total = P.sum(-1, keepdims=True)
+        total = total if sinks is None else total + np.exp(sinks[:, None, None] - top)
+        outputs.append(P @ v[:, :, j : j + size] / total)
+        sums.append((top + np.log(total)) / np.log(base))
+    W = softmax(np.stack(sums), axis=0)
+    return (W * np.stack(outputs)).sum(0)
+
+
+@has("lse_base_2_merged")
+def merged_by_a_sum_of_base_2(q, k, v):
+    return merged(q, k, v, 4, base=2)
+
+
+@has("sink_in_each_part", "part_without_keys_nan", "nan_leaks")
+def merged_from_parts(q, k, v, sinks=None, attn_mask=None):
+    return merged(q, k, v, 2, sinks, attn_mask)
+
+
+@has("bias_not_in_base_2")
+def exponentials_of_2(q, k, v, attn_bias=None, alibi_slopes=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) * (np.log2(np.e) / np.sqrt(q.shape[-1]))
+    if attn_bias is not None:
+        S = S + attn_bias
+    if alibi_slopes is not None:
+        if q.shape[2] != k.shape[2]:
+            raise NotImplementedError
+        i, j = np.indices(S.shape[-2:])
+        S = S - alibi_slopes[:, None, None] * abs(i - j)
+    top = S.max(-1, keepdims=True)
+    E = np.exp2(S - np.where(np.isneginf(top), 0, top))
+    total = E.sum(-1, keepdims=True)
+    return E @ v / np.where(total == 0, 1, total)
+
+
 @has("alibi_by_kv_head", "sinks_by_kv_head")
 def grouped_throughout(q, k, v, alibi_slopes=None, sinks=None):
     group, heads = q.shape[1] // k.shape[1], np.arange(q.shape[1])
