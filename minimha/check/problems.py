@@ -388,6 +388,11 @@ def _wide_ranges() -> Iterator[Graded]:
         [[32, 0, 0, 0], [0, 32, 0, 0], [0, 0, 1, 0]],
         [[64, -64, 0, 0], [64, -64, 0, 0], [63.5, -63.5, 0, 0]], v,
     )  # fmt: skip
+    yield _chosen(
+        "scores far below 0", "where the maximum starts",
+        [[32, 0, 0, 0], [0, 32, 0, 0], [16, 16, 0, 0]],
+        [[-64, -63.75, 0, 0], [-64, -64, 0, 0], [-63.75, -64, 0, 0]], v,
+    )  # fmt: skip
 
 
 def _many_keys() -> Iterator[Graded]:

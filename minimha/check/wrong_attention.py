@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check import visible
-from minimha.check.catalogue import DEVIATIONS
+from minimha.check.catalogue import DEVIATIONS, HIDING
 from minimha.check.prepared import FLOAT32, SMALLEST, Impossible, Prepared
 from minimha.check.rounding import accumulated, rounded
 
@@ -43,6 +43,7 @@ MOVED = {
 }
 MULTIPLIED_OTHERWISE = {
     "heads_not_split", "q_k_swapped", "k_reshaped_not_transposed", "k_v_swapped",
+    "last_block_zeroed",
 }  # fmt: skip
 INPUT_BITS = {
     "inputs_in_bfloat16": (8, 128), "inputs_in_tf32": (11, 128), "inputs_in_float16": (11, 16),
@@ -139,6 +140,9 @@ class _Deviation:
             if x.Dv != x.D:
                 raise Impossible("K and V are swapped but D is not Dv")
             k, v = v, k
+        if "last_block_zeroed" in d:
+            end = x.Lk // d["last_block_zeroed"] * d["last_block_zeroed"]
+            k, v = (np.where(x.j[:, None] < end, a, 0) for a in (k, v))
         bits = next((bits for name, bits in INPUT_BITS.items() if name in d), None)
         if bits is not None:
             q, k, v = rounded(q, *bits), rounded(k, *bits), rounded(v, *bits)
@@ -328,6 +332,8 @@ class _Deviation:
             size = visible.part_size(self.x, d.get("sink_in_each_part", ("parts", 1)))
             sinks = sinks - (0 if "sink_unshifted" in d else top)
             total = plain + -(-self.x.Lk // size) * exp(sinks)
+        if "padding_seen" in d and set(HIDING).isdisjoint(self.x.given):
+            total = total + -self.x.Lk % d["padding_seen"] * exp(-top)
         W = (
             numerators
             if "softmax_not_normalised" in d
@@ -354,6 +360,8 @@ class _Deviation:
     def deviated_maximum(self, top: Array) -> Array:
         if "softmax_no_maximum" in self.d:
             return np.zeros_like(top)
+        if "first_maximum_0" in self.d:
+            return np.maximum(top, 0)
         if "softmax_global_maximum" in self.d:
             axes = {"row": None, "head": (-2, -1), "batch": (1, 2, 3), "all": (0, 1, 2, 3)}
             axis = axes[self.d["softmax_global_maximum"]]
@@ -402,7 +410,7 @@ class _Deviation:
 
     def settle_softmax(self, name: str, keys_top: Array, total: Array) -> None:
         """Accept any number in rows where float32, float64 or a guard against 0/0 would differ."""
-        if {"softmax_no_maximum", "softmax_global_maximum"} & set(self.d):
+        if {"softmax_no_maximum", "softmax_global_maximum", "first_maximum_0"} & set(self.d):
             distance = np.broadcast_to(keys_top - self.top, self.top.shape)
             unsure = (distance > OVERFLOW["float32"]) & (distance <= OVERFLOW["float64"])
             unsure |= (distance < 10 - OVERFLOW["float32"]) & (distance >= UNDERFLOW)

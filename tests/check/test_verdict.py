@@ -124,6 +124,8 @@ def test_three_and_four_deviations_are_named(names):
         ("hidden_score_small", ("positions", -20.0, "fill")),
         ("online_output_not_rescaled", 128),
         ("online_last_block_dropped", 3),
+        ("last_block_zeroed", 4),
+        ("padding_seen", 128),
         ("window_left_short", 2),
         ("window_left_in_blocks", (16, 16)),
         ("lengths_rounded_up", 64),
@@ -391,7 +393,7 @@ OF_LAYERS = [
     "concat_heads_interleaved", "heads_interleaved", "heads_not_moved_back", "heads_not_split",
     "kv_heads_tiled", "residual_added", "scale_missing", "scale_model_width", "causal_ignored",
     "mask_inverted", "softmax_over_heads", "q_k_swapped", "v_is_k", "scale_padded_width",
-    "packed_rows_confused", "lse_base_2_merged",
+    "packed_rows_confused", "lse_base_2_merged", "padding_seen",
 ]  # fmt: skip
 
 

@@ -58,6 +58,13 @@ def keys_from(first):
     return {"window_size": None, "is_causal": True, "attn_mask": np.tile(seen, (3, 1))}
 
 
+def zero_from(first, name):
+    """K or V of "301 keys" with 320 rows, of which those from ``first`` on are 0."""
+    x = np.pad(PROBLEMS["301 keys"][name], [(0, 0), (0, 0), (0, 19), (0, 0)])
+    x[:, :, first:] = 0
+    return x[:, :, : 301 if first < 301 else 320]
+
+
 AS = {  # a deviation, a problem, and the arguments that have the same effect
     "scale_missing": ("one head", {"scale": 1.0}),
     "scale_1_over_d": ("one head", {"scale": 0.25}),
@@ -141,6 +148,8 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "lengths_rounded_up": ("lengths, 301 keys", {"kv_lengths": np.array([80, 144, 301])}),
     "lengths_batch_0_for_all": ("lengths", {"kv_lengths": np.array([5, 5, 5])}),
     "softmax_base_2": ("one head", {"scale": 0.5 * np.log(2)}),
+    "last_block_zeroed": ("301 keys", {"k": zero_from(256, "k"), "v": zero_from(256, "v")}),
+    "padding_seen": ("301 keys", {"k": zero_from(301, "k"), "v": zero_from(301, "v")}),
     "bias_not_in_base_2": ("bias", {"attn_bias": bias_of("bias") * np.log(2)}),
     "sinks_ignored": ("sinks", {"sinks": None}),
     "sink_0_for_all": ("sinks", {"sinks": np.full(3, 1.5, np.float32)}),
@@ -314,6 +323,16 @@ def test_rows_that_see_nothing_may_hold_what_is_named():
 def test_exponentials_overflow_without_a_maximum():
     output, _ = attend(PROBLEMS["large scores"], ["softmax_no_maximum"])
     assert np.isnan(output).all()
+
+
+def test_exponentials_underflow_if_the_maximum_starts_from_0():
+    name = "scores far below 0"
+    found = deviate(Prepared(PROBLEMS[name]), {"first_maximum_0": 1})
+    assert np.isnan(found.others[0]).all()  # 0 / 0
+    assert not found.output.any()  # or 0, if the division is guarded
+    assert abs(right(name)[0]).min() > 0
+    output, _ = attend(PROBLEMS["large scores"], ["first_maximum_0"])
+    np.testing.assert_allclose(output, right("large scores")[0], rtol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -401,6 +401,35 @@ def exponentials_of_2(q, k, v, attn_bias=None, alibi_slopes=None):
     return E @ v / np.where(total == 0, 1, total)
 
 
+@has("padding_seen")
+def filled_tiles(q, k, v):
+    k, v = repeated(q, k, v)
+    k, v = (np.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % 8), (0, 0)]) for x in (k, v))
+    return softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v
+
+
+@has("first_maximum_0", "dead_rows_nan")
+def starts_from_flt_min(q, k, v, attn_bias=None):
+    k, v = repeated(q, k, v)
+    m = np.full((*q.shape[:3], 1), np.finfo(np.float32).tiny)
+    l, O = np.zeros_like(m), np.zeros((*q.shape[:3], v.shape[-1]), np.float32)
+    for j in range(0, k.shape[2], 8):
+        S = q @ k[:, :, j : j + 8].swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        if attn_bias is not None:
+            S = S + attn_bias[..., j : j + 8]
+        m_new = np.maximum(m, S.max(-1, keepdims=True))
+        P, alpha = np.exp(S - m_new), np.exp(m - m_new)
+        l, O, m = alpha * l + P.sum(-1, keepdims=True), alpha * O + P @ v[:, :, j : j + 8], m_new
+    return O / l
+
+
+@has("last_block_zeroed")
+def short_read(q, k, v):
+    whole = (np.arange(k.shape[2]) < k.shape[2] // 4 * 4)[:, None]
+    k, v = repeated(q, k * whole, v * whole)
+    return softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v
+
+
 @has("alibi_by_kv_head", "sinks_by_kv_head")
 def grouped_throughout(q, k, v, alibi_slopes=None, sinks=None):
     group, heads = q.shape[1] // k.shape[1], np.arange(q.shape[1])
