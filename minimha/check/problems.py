@@ -169,6 +169,7 @@ def _plain() -> Iterator[Graded]:
     wide = {"H": 2, "Lq": 6, "Lk": 12, "D": 4}
     shows = "the weights at other sizes: V = I"
     yield _drawn("weights of two heads", shows, wide, v=_identity(12, heads=2))
+    yield _drawn("wide heads", "sizes wider than blocks", {"Lq": 3, "Lk": 5, "D": 160})
 
 
 def _identity(size: int, heads: int = 1) -> Array:

@@ -89,8 +89,10 @@ def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
         lengths = lengths + d.get("lengths_one_too_long", 0) - d.get("lengths_one_too_short", 0)
         page = d.get("lengths_rounded_up", 1)
         visible = x.j < -(-lengths // page) * page
-    B_c = d.get("online_last_block_dropped")
-    return visible if B_c is None else visible & (x.j < x.Lk // B_c * B_c)
+    B_c = d.get("online_last_block_dropped", 1)
+    axis, N = d.get("only_first_computed", ("", 0))
+    end = min(x.Lk // B_c * B_c, N if axis == "keys" else x.Lk)
+    return np.asarray(visible & (x.j < end))
 
 
 def by_mask(x: Prepared, d: Mapping[str, Any]) -> Array:

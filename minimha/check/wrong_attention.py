@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check import visible
-from minimha.check.catalogue import DEVIATIONS, HIDING
+from minimha.check.catalogue import AXES, DEVIATIONS, HIDING
 from minimha.check.prepared import FLOAT32, SMALLEST, Impossible, Prepared
 from minimha.check.rounding import accumulated, rounded
 
@@ -43,7 +43,7 @@ MOVED = {
 }
 MULTIPLIED_OTHERWISE = {
     "heads_not_split", "q_k_swapped", "k_reshaped_not_transposed", "k_v_swapped",
-    "last_block_zeroed",
+    "last_block_zeroed", "only_first_computed",
 }  # fmt: skip
 INPUT_BITS = {
     "inputs_in_bfloat16": (8, 128), "inputs_in_tf32": (11, 128), "inputs_in_float16": (11, 16),
@@ -154,6 +154,9 @@ class _Deviation:
             rows, columns = K, q.swapaxes(-1, -2)
         if "k_reshaped_not_transposed" in d:
             columns = columns.swapaxes(-1, -2).reshape(columns.shape)
+        axis, N = d.get("only_first_computed", ("", 0))
+        if axis.startswith("columns"):
+            rows, columns = rows[..., :N], columns[..., :N, :]
         if heads is x.heads and bits is None and not MULTIPLIED_OTHERWISE & set(d):
             self.S, self.size = x.products
         else:
@@ -538,7 +541,17 @@ class _Deviation:
                     values.append(np.where(np.isnan(mean), self.O, mean))
         return values
 
+    def leave_out(self, axis: str, N: int) -> None:
+        """Set to 0 what is not computed."""
+        end = self.x.Lq // N * N if axis == "whole blocks of rows" else N
+        is_out = np.indices(self.O.shape)[AXES[axis]] >= end
+        self.O, *self.others = (np.where(is_out, 0, o) for o in (self.O, *self.others))
+        self.is_free = self.is_free & ~is_out.all(-1)
+        self.is_lse_free = self.is_lse_free | is_out.all(-1)
+
     def finish(self) -> Deviated:
+        if self.d.get("only_first_computed", ("", 0))[0] in AXES:
+            self.leave_out(*self.d["only_first_computed"])
         arrays = [self.O, self.bound, *self.others]
         is_free = np.broadcast_to(self.is_free[..., None], self.O.shape)
         way = self.d.get("heads_not_moved_back")

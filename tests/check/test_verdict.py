@@ -132,6 +132,10 @@ def test_three_and_four_deviations_are_named(names):
         ("causal_top_left", ("causal", "window")),
         ("softmax_global_maximum", "all"),
         ("heads_not_moved_back", "forth"),
+        ("only_first_computed", ("columns of Q and K", 128)),
+        ("only_first_computed", ("keys", 64)),
+        ("only_first_computed", ("rows", 4)),
+        ("only_first_computed", ("heads", 1)),
         ("scale_padded_width", "power of 2"),
         ("softcap_after_mask", "bias last"),
         ("softmax_base_2", "log2"),
@@ -397,9 +401,17 @@ OF_LAYERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("identifier", OF_LAYERS)
-def test_a_deviation_of_a_layer_is_named(identifier):
+@pytest.mark.parametrize(
+    ("identifier", "value"),
+    [
+        *((identifier, DEVIATIONS[identifier].values[0]) for identifier in OF_LAYERS),
+        ("last_block_zeroed", 4),
+        ("part_without_keys_nan", ("parts", 2)),
+        ("only_first_computed", ("heads", 1)),
+    ],
+)
+def test_a_deviation_of_a_layer_is_named(identifier, value):
     problems = layer_problems()
-    deviations = {identifier: DEVIATIONS[identifier].values[0]}
-    found = judge(problems, answers(problems, deviations))
+    found = judge(problems, answers(problems, {identifier: value}))
     assert found.deviations == (identifier,)
+    assert found.alternatives == ()

@@ -291,6 +291,36 @@ def test_rows_that_see_no_key_of_some_part_are_nan():
     np.testing.assert_array_equal(np.isnan(output).any((0, 1, 3)), np.arange(9) - 3 >= 4)
 
 
+def test_only_the_first_are_computed():
+    q, k = (PROBLEMS["wide heads"][n] for n in "qk")
+    expected, _ = right("wide heads", q=q[..., :64], k=k[..., :64], scale=160**-0.5)
+    output, _ = attend(PROBLEMS["wide heads"], {"only_first_computed": ("columns of Q and K", 64)})
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+    output, _ = attend(PROBLEMS["wide heads"], {"only_first_computed": ("columns", 64)})
+    np.testing.assert_allclose(output[..., :64], expected[..., :64], rtol=1e-10)
+    assert not output[..., 64:].any()
+    x = PROBLEMS["301 keys"]
+    output, _ = attend(x, {"only_first_computed": ("keys", 64)})
+    expected, _ = right("301 keys", k=x["k"][:, :, :64], v=x["v"][:, :, :64])
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("axis", "size", "kept"),
+    [
+        ("batch entries", 1, np.s_[:1]),
+        ("heads", 2, np.s_[:, :2]),
+        ("rows", 4, np.s_[:, :, :4]),
+        ("whole blocks of rows", 3, np.s_[:, :, :3]),
+    ],
+)
+def test_what_is_not_computed_is_0(axis, size, kept):
+    expected = np.zeros_like(right("heads and batch")[0])
+    expected[kept] = right("heads and batch")[0][kept]
+    output, _ = attend(PROBLEMS["heads and batch"], {"only_first_computed": (axis, size)})
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
 def test_the_log_sum_exp_has_another_base_or_lacks_something():
     output, L = right("sinks, log-sum-exp")
     x = PROBLEMS["sinks, log-sum-exp"]
