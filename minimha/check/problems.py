@@ -170,6 +170,7 @@ def _plain() -> Iterator[Graded]:
     wide = {"H": 2, "Lq": 6, "Lk": 12, "D": 4}
     shows = "the weights at other sizes: V = I"
     yield _drawn("weights of two heads", shows, wide, v=_identity(12, heads=2))
+    yield _drawn("wide heads", "sizes wider than blocks", {"Lq": 3, "Lk": 5, "D": 160})
 
 
 def _identity(size: int, heads: int = 1) -> Array:
@@ -223,6 +224,8 @@ def _causal() -> Iterator[Graded]:
     shows = "whether future keys are hidden for good"
     lower = np.tril(np.ones((6, 6), bool))
     yield _low_scores("causal, low scores", shows, lower, is_causal=True)
+    grouped = {"H": 4, "Hkv": 2, "Lq": 6, "Lk": 6}
+    yield causal("causal, grouped heads", "positions of grouped heads", grouped)
 
 
 def _low_scores(name: str, shows: str, visible: Array, **options: Any) -> Graded:
@@ -387,6 +390,11 @@ def _wide_ranges() -> Iterator[Graded]:
         [[32, 0, 0, 0], [0, 32, 0, 0], [0, 0, 1, 0]],
         [[64, -64, 0, 0], [64, -64, 0, 0], [63.5, -63.5, 0, 0]], v,
     )  # fmt: skip
+    yield _chosen(
+        "scores far below 0", "where the maximum starts",
+        [[32, 0, 0, 0], [0, 32, 0, 0], [16, 16, 0, 0]],
+        [[-64, -63.75, 0, 0], [-64, -64, 0, 0], [-63.75, -64, 0, 0]], v,
+    )  # fmt: skip
 
 
 def _many_keys() -> Iterator[Graded]:
@@ -400,6 +408,11 @@ def _many_keys() -> Iterator[Graded]:
         if Dv == MANY:
             x["v"] = _identity(MANY)
         yield _problem(name, "blocks of keys", x)
+    few, shows = {"Lq": 3, "Lk": MANY}, "where blocks of keys begin and end"
+    yield _drawn(f"causal, {MANY} keys", shows, few, is_causal=True, q_offset=298)
+    yield _drawn(f"window, {MANY} keys", shows, few, window_size=(70, 0), q_offset=298)
+    lengths = np.array([65, 130, 290])
+    yield _drawn(f"lengths, {MANY} keys", shows, {"B": 3, **few}, kv_lengths=lengths)
 
 
 def _tiles() -> Iterator[Graded]:

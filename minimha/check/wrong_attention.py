@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check import visible
-from minimha.check.catalogue import DEVIATIONS
+from minimha.check.catalogue import AXES, DEVIATIONS, HIDING
 from minimha.check.prepared import FLOAT32, SMALLEST, Impossible, Prepared
 from minimha.check.rounding import accumulated, rounded
 
@@ -43,6 +43,7 @@ MOVED = {
 }
 MULTIPLIED_OTHERWISE = {
     "heads_not_split", "q_k_swapped", "k_reshaped_not_transposed", "k_v_swapped",
+    "last_block_zeroed", "only_first_computed",
 }  # fmt: skip
 INPUT_BITS = {
     "inputs_in_bfloat16": (8, 128), "inputs_in_tf32": (11, 128), "inputs_in_float16": (11, 16),
@@ -139,6 +140,9 @@ class _Deviation:
             if x.Dv != x.D:
                 raise Impossible("K and V are swapped but D is not Dv")
             k, v = v, k
+        if "last_block_zeroed" in d:
+            end = x.Lk // d["last_block_zeroed"] * d["last_block_zeroed"]
+            k, v = (np.where(x.j[:, None] < end, a, 0) for a in (k, v))
         bits = next((bits for name, bits in INPUT_BITS.items() if name in d), None)
         if bits is not None:
             q, k, v = rounded(q, *bits), rounded(k, *bits), rounded(v, *bits)
@@ -150,6 +154,9 @@ class _Deviation:
             rows, columns = K, q.swapaxes(-1, -2)
         if "k_reshaped_not_transposed" in d:
             columns = columns.swapaxes(-1, -2).reshape(columns.shape)
+        axis, N = d.get("only_first_computed", ("", 0))
+        if axis.startswith("columns"):
+            rows, columns = rows[..., :N], columns[..., :N, :]
         if heads is x.heads and bits is None and not MULTIPLIED_OTHERWISE & set(d):
             self.S, self.size = x.products
         else:
@@ -196,6 +203,17 @@ class _Deviation:
         for operation in sorted(order, key=order.__getitem__):
             getattr(self, operation)()
         self.has_score = np.broadcast_to(~np.isneginf(self.S), self.x.shape)
+        if "lse_base_2_merged" in self.d:
+            self.weigh_parts(visible.part_size(self.x, self.d["lse_base_2_merged"]))
+
+    def weigh_parts(self, size: int) -> None:
+        """Multiply the weights of each part by exp(L / ln 2 - L), with L its log-sum-exp."""
+        top = self.S.max(-1, keepdims=True)
+        top = np.where(np.isneginf(top), 0, top)
+        sums = np.add.reduceat(np.exp(self.S - top), self.x.j[::size], axis=-1)
+        L = (top + np.log(sums))[..., self.x.j // size]
+        self.S = self.S + L * (1 / np.log(2) - 1)
+        self.delta = self.delta + np.where(self.has_score, self.delta, 0).max(-1, keepdims=True)
 
     def scale_used(self) -> float:
         x, d = self.x, self.d
@@ -205,11 +223,17 @@ class _Deviation:
             for name, value in (
                 ("scale_missing", 1), ("scale_1_over_d", 1 / x.D), ("scale_sqrt_d", np.sqrt(x.D)),
                 ("scale_model_width", 1 / np.sqrt(x.H * x.D)),
+                ("scale_padded_width", self.padded_width() ** -0.5),
             ):  # fmt: skip
                 scale = value if name in d else scale
         else:
             scale = given
         return float(scale**2 if "scale_twice" in d else scale)
+
+    def padded_width(self) -> int:
+        D, block = self.x.D, self.d.get("scale_padded_width", 1)
+        whole = 1 << (D - 1).bit_length() if block == "power of 2" else -(-D // block) * block
+        return int(whole)
 
     def scale(self) -> None:
         factor = self.scale_used()
@@ -229,15 +253,12 @@ class _Deviation:
         bias, d = self.x.bias, self.d
         if bias is None or "bias_ignored" in d:
             return
-        if "bias_head_0_for_all" in d:
-            bias = bias[:, :1]
-        if "bias_batch_0_for_all" in d:
-            bias = bias[:1]
-        if "bias_transposed" in d:
-            if self.x.Lq != self.x.Lk:
-                raise Impossible("the bias is transposed but Lq is not Lk")
-            bias = bias.swapaxes(-1, -2)
+        bias = visible.indexed(self.x, d, "bias", bias) * self.unit_of("attn_bias")
         self.add(-bias if "bias_subtracted" in d else bias)
+
+    def unit_of(self, option: str) -> float:
+        """ln 2 if what the option adds is not multiplied by log2 e as the scores are, else 1."""
+        return float(np.log(2)) if option in self.d.get("bias_not_in_base_2", ()) else 1.0
 
     def alibi(self) -> None:
         x, d = self.x, self.d
@@ -247,9 +268,10 @@ class _Deviation:
         slopes = slopes.astype(np.float64)[: 1 if "alibi_slope_0_for_all" in d else None]
         slopes = slopes[x.heads] if "alibi_by_kv_head" in d else slopes
         ignores = "alibi_ignores_offset" in d or "alibi" in d.get("causal_top_left", ())
-        p = x.i + np.zeros_like(x.offset) if ignores else x.i + x.offset
+        p = visible.rows(x, d) + (np.zeros_like(x.offset) if ignores else x.offset)
         distance = p - x.j if "alibi_signed_distance" in d else abs(p - x.j)
-        self.add((1 if "alibi_sign" in d else -1) * slopes[:, None, None] * distance)
+        sign = 1 if "alibi_sign" in d else -1
+        self.add(sign * self.unit_of("alibi_slopes") * slopes[:, None, None] * distance)
 
     def add(self, term: Array) -> None:
         self.S = self.S + term
@@ -310,7 +332,11 @@ class _Deviation:
         plain = self.total(terms, axis)
         total = plain
         if sinks is not None:
-            total = plain + exp(sinks - (0 if "sink_unshifted" in d else top))
+            size = visible.part_size(self.x, d.get("sink_in_each_part", ("parts", 1)))
+            sinks = sinks - (0 if "sink_unshifted" in d else top)
+            total = plain + -(-self.x.Lk // size) * exp(sinks)
+        if "padding_seen" in d and set(HIDING).isdisjoint(self.x.given):
+            total = total + -self.x.Lk % d["padding_seen"] * exp(-top)
         W = (
             numerators
             if "softmax_not_normalised" in d
@@ -330,12 +356,15 @@ class _Deviation:
         if sinks is None or "sinks_ignored" in d:
             return None
         sinks = sinks.astype(np.float64)[: 1 if "sink_0_for_all" in d else None, None, None]
+        sinks = sinks * self.unit_of("sinks")
         sinks = sinks[self.x.heads] if "sinks_by_kv_head" in d else sinks
         return np.asarray(sinks * self.scale_used() if "sink_scaled" in d else sinks)
 
     def deviated_maximum(self, top: Array) -> Array:
         if "softmax_no_maximum" in self.d:
             return np.zeros_like(top)
+        if "first_maximum_0" in self.d:
+            return np.maximum(top, 0)
         if "softmax_global_maximum" in self.d:
             axes = {"row": None, "head": (-2, -1), "batch": (1, 2, 3), "all": (0, 1, 2, 3)}
             axis = axes[self.d["softmax_global_maximum"]]
@@ -384,7 +413,7 @@ class _Deviation:
 
     def settle_softmax(self, name: str, keys_top: Array, total: Array) -> None:
         """Accept any number in rows where float32, float64 or a guard against 0/0 would differ."""
-        if {"softmax_no_maximum", "softmax_global_maximum"} & set(self.d):
+        if {"softmax_no_maximum", "softmax_global_maximum", "first_maximum_0"} & set(self.d):
             distance = np.broadcast_to(keys_top - self.top, self.top.shape)
             unsure = (distance > OVERFLOW["float32"]) & (distance <= OVERFLOW["float64"])
             unsure |= (distance < 10 - OVERFLOW["float32"]) & (distance >= UNDERFLOW)
@@ -475,8 +504,19 @@ class _Deviation:
             rounding = (8 * x.unit + FLOAT32 * (x.Lk + 32)) * sizes
             self.bound = np.where(rows, rounding, self.bound)
             self.is_lse_free = self.is_lse_free | rows[..., 0]
+        if "part_without_keys_nan" in d:
+            self.lose_rows(*d["part_without_keys_nan"])
         if x.has_nan:
             self.settle_nan()
+
+    def lose_rows(self, kind: str, size: int) -> None:
+        """Set rows to NaN if they see no key in some part, or in the "first" one."""
+        starts = self.x.j[:: visible.part_size(self.x, (kind, size))]
+        seen = np.asarray(np.logical_or.reduceat(self.has_score, starts, axis=-1))
+        is_lost = np.asarray(~(seen[..., 0] if kind == "first" else seen.all(-1)))
+        self.others.append(np.where(is_lost[..., None], np.nan, self.O))
+        self.O = np.where((is_lost & ~self.x.sees_nothing)[..., None], np.nan, self.O)
+        self.is_lse_free = self.is_lse_free | is_lost
 
     def settle_nan(self) -> None:
         is_bad = ~(np.isfinite(self.V).all(-1) & np.isfinite(self.x.k[:, self.x.heads]).all(-1))
@@ -504,7 +544,17 @@ class _Deviation:
                     values.append(np.where(np.isnan(mean), self.O, mean))
         return values
 
+    def leave_out(self, axis: str, N: int) -> None:
+        """Set to 0 what is not computed."""
+        end = self.x.Lq // N * N if axis == "whole blocks of rows" else N
+        is_out = np.indices(self.O.shape)[AXES[axis]] >= end
+        self.O, *self.others = (np.where(is_out, 0, o) for o in (self.O, *self.others))
+        self.is_free = self.is_free & ~is_out.all(-1)
+        self.is_lse_free = self.is_lse_free | is_out.all(-1)
+
     def finish(self) -> Deviated:
+        if self.d.get("only_first_computed", ("", 0))[0] in AXES:
+            self.leave_out(*self.d["only_first_computed"])
         arrays = [self.O, self.bound, *self.others]
         is_free = np.broadcast_to(self.is_free[..., None], self.O.shape)
         way = self.d.get("heads_not_moved_back")

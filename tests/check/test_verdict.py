@@ -125,12 +125,24 @@ def test_three_and_four_deviations_are_named(names):
         ("hidden_score_small", ("positions", -20.0, "fill")),
         ("online_output_not_rescaled", 128),
         ("online_last_block_dropped", 3),
+        ("last_block_zeroed", 4),
+        ("padding_seen", 128),
         ("window_left_short", 2),
+        ("window_left_in_blocks", (16, 16)),
+        ("lengths_rounded_up", 64),
         ("causal_top_left", ("causal", "window")),
         ("softmax_global_maximum", "all"),
         ("heads_not_moved_back", "forth"),
+        ("only_first_computed", ("columns of Q and K", 128)),
+        ("only_first_computed", ("keys", 64)),
+        ("only_first_computed", ("rows", 4)),
+        ("only_first_computed", ("heads", 1)),
+        ("scale_padded_width", "power of 2"),
         ("softcap_after_mask", "bias last"),
         ("softmax_base_2", "log2"),
+        ("bias_not_in_base_2", ("sinks",)),
+        ("lse_base_2_merged", ("keys", 64)),
+        ("part_without_keys_nan", ("first", 16)),
         ("hidden_score_small", ("all", -7.0, "fill")),  # values that no list holds
         ("hidden_score_small", ("mask", -12.5, "add")),
         ("hidden_score_small", ("all", -33.0, "fill before the scale")),
@@ -385,13 +397,22 @@ OF_LAYERS = [
     "rope_on_values", "rope_ignores_offset", "cache_written_one_late", "concat_heads_reversed",
     "concat_heads_interleaved", "heads_interleaved", "heads_not_moved_back", "heads_not_split",
     "kv_heads_tiled", "residual_added", "scale_missing", "scale_model_width", "causal_ignored",
-    "mask_inverted", "softmax_over_heads", "q_k_swapped", "v_is_k",
+    "mask_inverted", "softmax_over_heads", "q_k_swapped", "v_is_k", "scale_padded_width",
+    "packed_rows_confused", "lse_base_2_merged", "padding_seen",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("identifier", OF_LAYERS)
-def test_a_deviation_of_a_layer_is_named(identifier):
+@pytest.mark.parametrize(
+    ("identifier", "value"),
+    [
+        *((identifier, DEVIATIONS[identifier].values[0]) for identifier in OF_LAYERS),
+        ("last_block_zeroed", 4),
+        ("part_without_keys_nan", ("parts", 2)),
+        ("only_first_computed", ("heads", 1)),
+    ],
+)
+def test_a_deviation_of_a_layer_is_named(identifier, value):
     problems = layer_problems()
-    deviations = {identifier: DEVIATIONS[identifier].values[0]}
-    found = judge(problems, answers(problems, deviations))
+    found = judge(problems, answers(problems, {identifier: value}))
     assert found.deviations == (identifier,)
+    assert found.alternatives == ()

@@ -46,12 +46,32 @@ def bias_of(name):
     return PROBLEMS[name]["attn_bias"]
 
 
+def as_if_at(positions):
+    """A mask for heads of six queries in groups of two that stand at these positions."""
+    mask = np.arange(6) <= np.reshape(positions, (2, 6, 1))
+    return {"is_causal": False, "attn_mask": np.tile(mask, (1, 2, 1, 1))}
+
+
+def keys_from(first):
+    """The arguments of "window, 301 keys" if all rows see keys from ``first`` on."""
+    seen = np.arange(301) >= first
+    return {"window_size": None, "is_causal": True, "attn_mask": np.tile(seen, (3, 1))}
+
+
+def zero_from(first, name):
+    """K or V of "301 keys" with 320 rows, of which those from ``first`` on are 0."""
+    x = np.pad(PROBLEMS["301 keys"][name], [(0, 0), (0, 0), (0, 19), (0, 0)])
+    x[:, :, first:] = 0
+    return x[:, :, : 301 if first < 301 else 320]
+
+
 AS = {  # a deviation, a problem, and the arguments that have the same effect
     "scale_missing": ("one head", {"scale": 1.0}),
     "scale_1_over_d": ("one head", {"scale": 0.25}),
     "scale_sqrt_d": ("one head", {"scale": 2.0}),
     "scale_twice": ("scale", {"scale": 0.3125**2}),
     "scale_model_width": ("heads and batch", {"scale": 12**-0.5}),
+    "scale_padded_width": ("one head", {"scale": 0.25}),
     "scale_argument_ignored": ("scale", {"scale": None}),
     "softcap_ignored": ("softcap", {"softcap": None}),
     "bias_ignored": ("bias", {"attn_bias": None}),
@@ -63,6 +83,10 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     ),
     "bias_batch_0_for_all": (
         "bias for each head", {"attn_bias": bias_of("bias for each head")[:1]},
+    ),
+    "bias_by_kv_head": (
+        "bias for each head, grouped heads",
+        {"attn_bias": bias_of("bias for each head, grouped heads")[:, [0, 0, 1, 1]]},
     ),
     "alibi_ignored": ("ALiBi", {"alibi_slopes": None}),
     "alibi_sign": ("ALiBi", {"alibi_slopes": -PROBLEMS["ALiBi"]["alibi_slopes"]}),
@@ -80,6 +104,10 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "causal_reversed": (
         "causal", {"is_causal": False, "attn_mask": np.triu(np.ones((6, 6), bool))},
     ),
+    "causal_loop_ignores_offset": ("causal, 301 keys", {"kv_lengths": np.array([64])}),
+    "packed_rows_confused": (
+        "causal, grouped heads", as_if_at([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
+    ),
     "window_ignored": ("window", {"window_size": None}),
     "window_left_short": ("window", {"window_size": (2, 1)}),
     "window_left_long": ("window", {"window_size": (4, 1)}),
@@ -88,6 +116,8 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "window_left_ignored": ("window", {"window_size": (None, 1)}),
     "window_right_ignored": ("window", {"window_size": (3, None)}),
     "window_ignores_offset": ("window, more keys than queries", {"q_offset": 0}),
+    "window_left_in_blocks": ("window, 301 keys", keys_from(192)),  # not from 228 on
+    "window_starts_from_last_row": ("window, 301 keys", keys_from(256)),
     "mask_ignored": ("mask", {"attn_mask": None}),
     "mask_inverted": ("mask", {"attn_mask": ~mask_of("mask")}),
     "mask_transposed": ("mask", {"attn_mask": mask_of("mask").T}),
@@ -96,6 +126,10 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     ),
     "mask_batch_0_for_all": (
         "mask for each head", {"attn_mask": mask_of("mask for each head")[:1]},
+    ),
+    "mask_by_kv_head": (
+        "mask for each head, grouped heads",
+        {"attn_mask": mask_of("mask for each head, grouped heads")[:, [0, 0, 1, 1]]},
     ),
     "mask_added_as_number": (
         "mask", {"attn_mask": None, "attn_bias": mask_of("mask").astype(np.float32)},
@@ -111,11 +145,16 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "lengths_ignored": ("lengths", {"kv_lengths": None}),
     "lengths_one_too_long": ("lengths", {"kv_lengths": np.array([6, 4, 8])}),
     "lengths_one_too_short": ("lengths", {"kv_lengths": np.array([4, 2, 6])}),
+    "lengths_rounded_up": ("lengths, 301 keys", {"kv_lengths": np.array([80, 144, 301])}),
     "lengths_batch_0_for_all": ("lengths", {"kv_lengths": np.array([5, 5, 5])}),
     "softmax_base_2": ("one head", {"scale": 0.5 * np.log(2)}),
+    "last_block_zeroed": ("301 keys", {"k": zero_from(256, "k"), "v": zero_from(256, "v")}),
+    "padding_seen": ("301 keys", {"k": zero_from(301, "k"), "v": zero_from(301, "v")}),
+    "bias_not_in_base_2": ("bias", {"attn_bias": bias_of("bias") * np.log(2)}),
     "sinks_ignored": ("sinks", {"sinks": None}),
     "sink_0_for_all": ("sinks", {"sinks": np.full(3, 1.5, np.float32)}),
     "sink_scaled": ("sinks", {"sinks": np.array([0.75, -0.5, 2.0])}),
+    "sink_in_each_part": ("sinks", {"sinks": PROBLEMS["sinks"]["sinks"] + np.log(2)}),
     "sinks_by_kv_head": ("sinks, grouped heads", {"sinks": np.array([1.5, 1.5, -1.0, -1.0])}),
     "v_is_k": ("one head", {"v": PROBLEMS["one head"]["k"]}),
     "k_v_swapped": (
@@ -141,6 +180,13 @@ def test_heads_are_tiled_or_all_the_first():
         np.testing.assert_allclose(output, expected, rtol=1e-10)
 
 
+def test_packed_rows_are_confused_in_another_way():
+    name = "causal, grouped heads"
+    output, _ = attend(PROBLEMS[name], {"packed_rows_confused": "row mod Lq"})
+    expected, _ = right(name, **as_if_at([0, 2, 4, 0, 2, 4, 1, 3, 5, 1, 3, 5]))
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
 def test_products_are_swapped_or_reshaped():
     x = {n: a.astype(np.float64) for n, a in PROBLEMS["square"].items()}
     output, _ = attend(PROBLEMS["square"], ["q_k_swapped"])
@@ -151,6 +197,19 @@ def test_products_are_swapped_or_reshaped():
     np.testing.assert_allclose(output, softmax(S) @ x["v"], rtol=1e-10)
     with pytest.raises(Impossible, match="Lq is not Lk"):
         attend(PROBLEMS["one head"], ["q_k_swapped"])
+
+
+def test_blocks_of_rows_share_the_windows_first_key():
+    name, (i, j) = "window, 64 tokens", np.indices((64, 64))
+    for identifier, value, first in (
+        ("window_left_in_blocks", (16, 16), (i // 16 * 16 - 9) // 16 * 16),
+        ("window_starts_from_last_row", 32, np.maximum(i - 9, np.where(i < 32, 0, 32))),
+    ):
+        output, _ = attend(PROBLEMS[name], {identifier: value})
+        mask = (first <= j) & (j <= i + 3)
+        expected, _ = right(name, window_size=None, attn_mask=mask)
+        np.testing.assert_allclose(output, expected, rtol=1e-10)
+        assert not np.allclose(output, right(name)[0], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +254,73 @@ def test_the_last_block_is_dropped():
     np.testing.assert_allclose(output, expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize(("name", "option"), [("ALiBi", "alibi_slopes"), ("sinks", "sinks")])
+def test_what_is_added_is_not_in_base_2(name, option):
+    output, _ = attend(PROBLEMS[name], ["bias_not_in_base_2"])
+    given = PROBLEMS[name][option].astype(np.float64)
+    expected, _ = right(name, **{option: given * np.log(2)})
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+    assert not np.allclose(output, right(name)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("split", "starts"),
+    [(("parts", 2), [0, 151]), (("parts", 4), [0, 76, 152, 228]), (("keys", 128), [0, 128, 256])],
+)
+def test_parts_are_merged_by_a_log_sum_exp_of_base_2(split, starts):
+    x = PROBLEMS["301 keys"]
+    parts = [
+        right("301 keys", k=x["k"][:, :, i:j], v=x["v"][:, :, i:j])
+        for i, j in zip(starts, [*starts[1:], 301], strict=True)
+    ]
+    L = np.stack([L for _, L in parts]) / np.log(2)
+    W = softmax(L, axis=0)
+    expected = sum(w[..., None] * O for w, (O, _) in zip(W, parts, strict=True))
+    output, lse = attend(x, {"lse_base_2_merged": split})
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+    np.testing.assert_allclose(lse, np.log(np.exp(L).sum(0)), rtol=1e-10)
+
+
+def test_rows_that_see_no_key_of_some_part_are_nan():
+    expected, _ = right("causal")
+    for split, lost in ((("parts", 2), 3), (("keys", 4), 4), (("first", 4), 0)):
+        output, _ = attend(PROBLEMS["causal"], {"part_without_keys_nan": split})
+        assert np.isnan(output[:, :, :lost]).all()
+        np.testing.assert_allclose(output[:, :, lost:], expected[:, :, lost:], rtol=1e-10)
+    output, _ = attend(PROBLEMS["window"], {"part_without_keys_nan": ("first", 4)})
+    np.testing.assert_array_equal(np.isnan(output).any((0, 1, 3)), np.arange(9) - 3 >= 4)
+
+
+def test_only_the_first_are_computed():
+    q, k = (PROBLEMS["wide heads"][n] for n in "qk")
+    expected, _ = right("wide heads", q=q[..., :64], k=k[..., :64], scale=160**-0.5)
+    output, _ = attend(PROBLEMS["wide heads"], {"only_first_computed": ("columns of Q and K", 64)})
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+    output, _ = attend(PROBLEMS["wide heads"], {"only_first_computed": ("columns", 64)})
+    np.testing.assert_allclose(output[..., :64], expected[..., :64], rtol=1e-10)
+    assert not output[..., 64:].any()
+    x = PROBLEMS["301 keys"]
+    output, _ = attend(x, {"only_first_computed": ("keys", 64)})
+    expected, _ = right("301 keys", k=x["k"][:, :, :64], v=x["v"][:, :, :64])
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("axis", "size", "kept"),
+    [
+        ("batch entries", 1, np.s_[:1]),
+        ("heads", 2, np.s_[:, :2]),
+        ("rows", 4, np.s_[:, :, :4]),
+        ("whole blocks of rows", 3, np.s_[:, :, :3]),
+    ],
+)
+def test_what_is_not_computed_is_0(axis, size, kept):
+    expected = np.zeros_like(right("heads and batch")[0])
+    expected[kept] = right("heads and batch")[0][kept]
+    output, _ = attend(PROBLEMS["heads and batch"], {"only_first_computed": (axis, size)})
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
 def test_the_log_sum_exp_has_another_base_or_lacks_something():
     output, L = right("sinks, log-sum-exp")
     x = PROBLEMS["sinks, log-sum-exp"]
@@ -227,6 +353,16 @@ def test_rows_that_see_nothing_may_hold_what_is_named():
 def test_exponentials_overflow_without_a_maximum():
     output, _ = attend(PROBLEMS["large scores"], ["softmax_no_maximum"])
     assert np.isnan(output).all()
+
+
+def test_exponentials_underflow_if_the_maximum_starts_from_0():
+    name = "scores far below 0"
+    found = deviate(Prepared(PROBLEMS[name]), {"first_maximum_0": 1})
+    assert np.isnan(found.others[0]).all()  # 0 / 0
+    assert not found.output.any()  # or 0, if the division is guarded
+    assert abs(right(name)[0]).min() > 0
+    output, _ = attend(PROBLEMS["large scores"], ["first_maximum_0"])
+    np.testing.assert_allclose(output, right("large scores")[0], rtol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,160 @@ def decoder_unless_told(q, k, v, is_causal=True):
     return softmax(S) @ np.nan_to_num(v)
 
 
+@has("scale_padded_width", "bias_by_kv_head")
+def padded_width(q, k, v, attn_bias=None):
+    width = -(-q.shape[-1] // 32) * 32
+    q, k = (np.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q, k))
+    group = q.shape[1] // k.shape[1]
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(width)
+    if attn_bias is not None:
+        per_head = attn_bias.ndim == 4 and attn_bias.shape[1] > 1
+        S = S + (attn_bias[:, np.arange(q.shape[1]) // group] if per_head else attn_bias)
+    top = S.max(-1, keepdims=True)
+    E = np.exp(S - np.where(np.isneginf(top), 0, top))
+    return E @ v / np.maximum(E.sum(-1, keepdims=True), 1e-30)
+
+
+@has("packed_rows_confused")
+def packed_heads(q, k, v, is_causal=False):
+    """The queries of a group in one tile, head after head."""
+    B, H, Lq, D = q.shape
+    group = H // k.shape[1]
+    rows = q.reshape(B, k.shape[1], group * Lq, D)
+    S = rows @ k.swapaxes(-1, -2) / np.sqrt(D)
+    if is_causal:
+        if Lq != k.shape[2]:
+            raise NotImplementedError
+        S = np.where(np.arange(Lq) <= np.arange(group * Lq)[:, None] // group, S, -1e30)
+    return (softmax(S) @ np.nan_to_num(v)).reshape(B, H, Lq, v.shape[-1])
+
+
+@has("causal_loop_ignores_offset")
+def loop_ends_early(q, k, v, is_causal=False, q_offset=0):
+    Lq, Lk = q.shape[2], k.shape[2]
+    k, v = repeated(q, k, v)
+    S = (q @ k.swapaxes(-1, -2)).astype(np.float64) / np.sqrt(q.shape[-1])
+    p = np.arange(Lq)[:, None] + np.reshape(q_offset, (-1, 1, 1, 1))
+    S = np.where(np.arange(Lk) <= p, S, -1e30) if is_causal else S
+    O = np.zeros((*q.shape[:3], v.shape[-1]), np.float32)
+    for i in range(0, Lq, 8):
+        end = min(i + 8, Lk) if is_causal else Lk
+        E = np.exp(S[:, :, i : i + 8, :end] - S[:, :, i : i + 8].max(-1, keepdims=True))
+        E = np.where(S[:, :, i : i + 8, :end] == -1e30, 0, E)
+        total = E.sum(-1, keepdims=True)
+        O[:, :, i : i + 8] = E @ np.nan_to_num(v[:, :, :end]) / np.where(total == 0, 1, total)
+    return O
+
+
+@has("lengths_rounded_up", "window_left_in_blocks")
+def whole_pages(q, k, v, kv_lengths=None, window_size=None, q_offset=0):
+    """Pages of 16 keys, none of which is read in part."""
+    k, v = repeated(q, k, v)
+    S, j = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), np.arange(k.shape[2])
+    page = j // 16
+    if kv_lengths is not None:
+        S = np.where(page < -(-kv_lengths // 16)[:, None, None, None], S, -np.inf)
+    if window_size is not None:
+        left, right = (10**6 if side is None else side for side in window_size)
+        p = np.arange(q.shape[2])[:, None] + q_offset
+        S = np.where((page >= (p - left) // 16) & (j <= p + right), S, -np.inf)
+    top = S.max(-1, keepdims=True)
+    E = np.exp(S - np.where(np.isneginf(top), 0, top))
+    total = E.sum(-1, keepdims=True)
+    return E @ np.nan_to_num(v) / np.where(total == 0, 1, total)
+
+
+def merged(q, k, v, count, sinks=None, attn_mask=None, base=np.e):
+    """Attention over ``count`` parts of the keys, each with the sink, merged by their L."""
+    k, v = repeated(q, k, v)
+    size = -(-k.shape[2] // count)
+    outputs, sums = [], []
+    for j in range(0, k.shape[2], size):
+        S = q @ k[:, :, j : j + size].swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        if attn_mask is not None:
+            mask = np.broadcast_to(attn_mask, (*attn_mask.shape[:-1], k.shape[2]))
+            S = np.where(mask[..., j : j + size], S, -np.inf)
+        top = S.max(-1, keepdims=True)
+        P = np.exp(S - top)
+        total = P.sum(-1, keepdims=True)
+        total = total if sinks is None else total + np.exp(sinks[:, None, None] - top)
+        outputs.append(P @ v[:, :, j : j + size] / total)
+        sums.append((top + np.log(total)) / np.log(base))
+    W = softmax(np.stack(sums), axis=0)
+    return (W * np.stack(outputs)).sum(0)
+
+
+@has("lse_base_2_merged")
+def merged_by_a_sum_of_base_2(q, k, v):
+    return merged(q, k, v, 4, base=2)
+
+
+@has("sink_in_each_part", "part_without_keys_nan", "nan_leaks")
+def merged_from_parts(q, k, v, sinks=None, attn_mask=None):
+    return merged(q, k, v, 2, sinks, attn_mask)
+
+
+@has("bias_not_in_base_2")
+def exponentials_of_2(q, k, v, attn_bias=None, alibi_slopes=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) * (np.log2(np.e) / np.sqrt(q.shape[-1]))
+    if attn_bias is not None:
+        S = S + attn_bias
+    if alibi_slopes is not None:
+        if q.shape[2] != k.shape[2]:
+            raise NotImplementedError
+        i, j = np.indices(S.shape[-2:])
+        S = S - alibi_slopes[:, None, None] * abs(i - j)
+    top = S.max(-1, keepdims=True)
+    E = np.exp2(S - np.where(np.isneginf(top), 0, top))
+    total = E.sum(-1, keepdims=True)
+    return E @ v / np.where(total == 0, 1, total)
+
+
+@has("padding_seen")
+def filled_tiles(q, k, v):
+    k, v = repeated(q, k, v)
+    k, v = (np.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % 8), (0, 0)]) for x in (k, v))
+    return softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v
+
+
+@has("first_maximum_0", "dead_rows_nan")
+def starts_from_flt_min(q, k, v, attn_bias=None):
+    k, v = repeated(q, k, v)
+    m = np.full((*q.shape[:3], 1), np.finfo(np.float32).tiny)
+    l, O = np.zeros_like(m), np.zeros((*q.shape[:3], v.shape[-1]), np.float32)
+    for j in range(0, k.shape[2], 8):
+        S = q @ k[:, :, j : j + 8].swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        if attn_bias is not None:
+            S = S + attn_bias[..., j : j + 8]
+        m_new = np.maximum(m, S.max(-1, keepdims=True))
+        P, alpha = np.exp(S - m_new), np.exp(m - m_new)
+        l, O, m = alpha * l + P.sum(-1, keepdims=True), alpha * O + P @ v[:, :, j : j + 8], m_new
+    return O / l
+
+
+@has("last_block_zeroed")
+def short_read(q, k, v):
+    whole = (np.arange(k.shape[2]) < k.shape[2] // 4 * 4)[:, None]
+    k, v = repeated(q, k * whole, v * whole)
+    return softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v
+
+
+@has("only_first_computed")
+def whole_blocks_of_rows(q, k, v, is_causal=False):
+    k, v = repeated(q, k, v)
+    O = np.zeros((*q.shape[:3], v.shape[-1]), np.float32)
+    for i in range(0, q.shape[2] - 3, 4):
+        S = q[:, :, i : i + 4] @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        if is_causal:
+            if q.shape[2] != k.shape[2]:
+                raise NotImplementedError
+            S = np.where(np.arange(k.shape[2]) <= np.arange(i, i + 4)[:, None], S, -1e30)
+        O[:, :, i : i + 4] = softmax(S) @ np.nan_to_num(v)
+    return O
+
+
 @has("alibi_by_kv_head", "sinks_by_kv_head")
 def grouped_throughout(q, k, v, alibi_slopes=None, sinks=None):
     group, heads = q.shape[1] // k.shape[1], np.arange(q.shape[1])
