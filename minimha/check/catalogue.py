@@ -18,6 +18,7 @@ BLOCKS = (64, 32, 16, 128, 8, 4, 2, 1, 3, 5, 6, 7, 10, 12, 24, 48, 96, 100, 256)
 KINDS = ("all", "mask", "positions", "lengths")
 WAYS = ("fill", "add", "fill before the scale")
 AXES = {"columns": 3, "heads": 1, "batch entries": 0, "rows": 2, "whole blocks of rows": 2}
+COLUMNS = ("columns of Q and K", "whole blocks of columns of Q and K")
 SPLITS = (*(("parts", n) for n in (2, 4, 8, 3)), *(("keys", n) for n in BLOCKS[:6]))
 FILLS = (-10.0, -2.0, -5.0, -15.0, -20.0, -30.0, -50.0, -100.0)
 
@@ -322,7 +323,7 @@ _ALL = [
         ("residual_added", "The input is added to the output.", "Return the attention alone."),
         ("only_first_computed", "Only the first columns, keys, rows or heads are computed.",
          "Launch and loop over as many as there are.",
-         tuple((axis, n) for axis in (*AXES, "columns of Q and K", "keys") for n in BLOCKS[:8])),
+         tuple((axis, n) for axis in (*AXES, *COLUMNS, "keys") for n in BLOCKS[:8])),
     ),
     *_stage("lse", ("return_lse",),
         ("lse_base_2", "The log-sum-exp has base 2.", "Multiply it by ln 2."),

@@ -301,13 +301,16 @@ class Search:
         """Extend the set by deviations under conditions, if they explain all but models' sizes.
 
         A deviation is tried if it explains the contradicting problem with the fewest conditions.
+        The extension must explain half of the wrong answers, one with numbers among them.
         """
-        found = [hypothesis]
+        found, wrong = [hypothesis], self.contradicted(hypothesis, in_all=True)
         for _ in range(MOST_CONDITIONAL + 1):
             left = self.contradicted(found[0], in_all=True)
             small = [n for n in left if self.known[n].graded.family != "sized"]
             if not small:
-                return found
+                explained = [n for n in wrong if n not in left and _has_numbers(self.answers[n])]
+                enough = len(wrong) - len(left) >= SHARE * len(wrong)
+                return found if explained and enough else [hypothesis]
             telling = [n for n in small if _has_numbers(self.answers[n])] or small
             n = min(telling, key=lambda n: len(self.known[n].conditions - USUAL))
             counts = {

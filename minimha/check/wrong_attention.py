@@ -155,8 +155,9 @@ class _Deviation:
         if "k_reshaped_not_transposed" in d:
             columns = columns.swapaxes(-1, -2).reshape(columns.shape)
         axis, N = d.get("only_first_computed", ("", 0))
-        if axis.startswith("columns"):
-            rows, columns = rows[..., :N], columns[..., :N, :]
+        if "columns" in axis:
+            end = x.D // min(N, x.D) * min(N, x.D) if axis.startswith("whole") else N
+            rows, columns = rows[..., :end], columns[..., :end, :]
         if heads is x.heads and bits is None and not MULTIPLIED_OTHERWISE & set(d):
             self.S, self.size = x.products
         else:

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cuda import linker, sass
+from minimha.kernels.cuda import sass
 from minimha.kernels.cuda.launch import Launch, launches_of
+from minimha.kernels.cuda.linker import MachineCode, compiled
 from minimha.kernels.ladder import CUDA_LADDER
 
 ARCHS = {"sm_80": (8, 0), "sm_90": (9, 0)}
@@ -85,7 +86,7 @@ def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled
         for head_dim in HEAD_DIMS:
             for dtype, launch in _kernels(rung, head_dim):
                 for arch, cc in archs_of(launch).items():
-                    kernel, name = linker.compiled(launch, cc), launch.function.__name__
+                    kernel, name = compiled(launch, cc), launch.function.__name__
                     text = kernel.ptx()
                     counts = {key: len(re.findall(p, text)) for key, p in IN_PTX.items()}
                     found = statistics(kernel.machine_code()) | counts
@@ -116,14 +117,14 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
                 yield np.dtype(dtype).name, launch
 
 
-def statistics(kernel: linker.MachineCode) -> dict[str, Any]:
+def statistics(kernel: MachineCode) -> dict[str, Any]:
     """Map ``IN_REPORT``, "warnings" and ``IN_CODE``, which is None without nvdisasm, to numbers."""
     report = kernel.report
     found = {name: sum(map(int, re.findall(p, report))) for name, p in IN_REPORT.items()}
     return found | {"warnings": len(WARNING.findall(report))} | _in_code(listing(kernel))
 
 
-def listing(kernel: linker.MachineCode) -> str:
+def listing(kernel: MachineCode) -> str:
     """Return the kernel's machine instructions as text, or "" without nvdisasm."""
     program = nvdisasm()
     if program is None:
