@@ -183,7 +183,8 @@ def judged(
             f"{function} takes none of the problems; on the plainest, {problem.name!r}: "
             f"{answer.refusal}. {len(asked)} were tried{_widths(p for p, _ in asked)}"
         )
-    findings = judge(problems, answers, dtype=dtype, progress=progress)
+    inconsistent = translation.DIALECTS[speaks].inconsistent
+    findings = judge(problems, answers, dtype=dtype, inconsistent=inconsistent, progress=progress)
     return Report.of(findings, function, speaks, dtype, seed)
 
 

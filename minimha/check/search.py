@@ -9,7 +9,7 @@ try all sets. It keeps the sets that the fewest answers contradict.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import combinations, product
@@ -258,10 +258,15 @@ class Search:
     progress: Callable[[str], None] = lambda doing: None
     most: int = 4
     rounded_to: str | None = None
+    left_out: Collection[str] = ()  # names of problems that no set need explain
     _fits: dict[tuple[int, Hypothesis], Fit] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.taken = [n for n, answer in enumerate(self.answers) if answer.output is not None]
+        self.taken = [
+            n
+            for n, (x, answer) in enumerate(zip(self.known, self.answers, strict=True))
+            if answer.output is not None and x.graded.name not in self.left_out
+        ]
         families = [self.known[n].graded.family for n in self.taken]
         first = next((f for f in ("", "alone", "crossed") if f in families), "")
         # A set is searched for in these, and must hold in all.

@@ -7,7 +7,7 @@ reads facts from the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -69,11 +69,13 @@ def judge(
     answers: Sequence[Answer],
     *,
     dtype: str = "float32",
+    inconsistent: Collection[str] = (),
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Findings:
     """Judge a function by its ``answers``, one for each of ``problems``.
 
-    ``dtype`` is that of q, k and v; ``progress`` receives a few words before each step.
+    ``dtype`` is that of q, k and v; ``progress`` receives a few words before each step. The
+    deviations need not explain the problems named in ``inconsistent``.
     """
     if len(problems) != len(answers):
         raise ValueError(f"there are {len(answers)} answers to {len(problems)} problems")
@@ -88,13 +90,14 @@ def judge(
         verdict: Verdict = "wrong" if faults else "right"
         return Findings(verdict, faults, (), counts, refused, notes, results)
     coarse = _rounded_to(answers, dtype)
-    search = Search(search.known, answers, progress, rounded_to=coarse)
+    search = Search(search.known, answers, progress, rounded_to=coarse, left_out=inconsistent)
     found = _best(search)
     sets = [tuple(sorted(names, key=_place)) for names in dict.fromkeys(map(names_of, found))]
     read = _readings(search, found[0], results, coarse or dtype)
     left = search.contradicted(found[0], in_all=True)
     if found[0] or faults:
-        counts = len(taken) - len(left), len(taken)
+        unexplained = sum(r.problem.name in inconsistent and not r.is_right for r in taken)
+        counts = len(taken) - len(left) - unexplained, len(taken)
     if counts[0] < counts[1] and any(r.name == "dropout" for r in read):
         sets, left = [("weights_dropped_out",)], []
     faults = tuple(f for f in faults if not _follows(f, sets[0], search, found[0]))

@@ -164,8 +164,13 @@ def library(torch, module, x, **given):
     wanted = inspect.signature(module.forward).parameters
     required = {name for name in wanted if wanted[name].default is inspect.Parameter.empty}
     given |= dict.fromkeys(required - {"hidden_states", "kwargs"} - set(given))
-    if "layer_past" in wanted and "past_key_values" in given:
-        given["layer_past"] = given.pop("past_key_values")
+    of_cache = next((name for name in ("layer_past", "cache") if name in wanted), None)
+    if of_cache and "past_key_values" in given:
+        given[of_cache] = given.pop("past_key_values")
+    if "position_embeddings" in required and "position_ids" in given:  # GPT-J, since 5.24
+        Rotary = import_module(type(module).__module__).GPTJRotaryEmbedding(module.config)
+        tables = Rotary(torch.zeros(1), torch.tensor(given["position_ids"]))
+        given["position_embeddings"] = [table.numpy() for table in tables]
     if "output_attentions" in wanted:
         given["output_attentions"] = True
 
