@@ -69,9 +69,11 @@ def check(
         ``"mykernel.py:attention"`` or ``"package.module:attention"`` runs in a separate process,
         where a crash, a hang or ``exit()`` is a result. A callable, which may be a closure, runs in
         this process, without limits.
-    speaks : {"minimha", "torch", "flash_attention", "jax", "keras", "onnx"}, default "minimha"
+    speaks : str, default "minimha"
         The library whose conventions the function follows. "minimha" calls it as
-        ``minimha.attention``; another name uses that library's layout, arguments and masks.
+        ``minimha.attention``. "torch", "flex_attention", "flash_attention",
+        "flash_attention_varlen", "flash_attention_paged", "transformers", "jax", "keras" and "onnx"
+        use that library's layout, arguments and masks.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
         The dtype of queries, keys and values.
     is_layer : bool, default False

@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layer", metavar="CLASS",
         help="module:Class of whole layers, Class(W_q=…, …, num_heads=H)(x)")  # fmt: skip
     add("--speaks", metavar="DIALECT", default="minimha",
-        help="minimha (default), torch, flash_attention, jax, keras or onnx")  # fmt: skip
+        help="minimha (default), torch, flex_attention, flash_attention, flash_attention_varlen, "
+        "flash_attention_paged, transformers, jax, keras or onnx")  # fmt: skip
     add("--dtype", metavar="DTYPE", default="float32",
         help="dtype of q, k and v: float32 (default), float16 or bfloat16")  # fmt: skip
     add("--arrays", metavar="LIBRARY", help="arrays that it takes: numpy, torch, jax or cupy")
