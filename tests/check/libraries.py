@@ -151,12 +151,27 @@ def onnxruntime_attention(
     softcap=0.0,
 ):
     """onnxruntime's kernel of ONNX's Attention."""
-    feeds = {"Q": Q, "K": K, "V": V, "M": attn_mask, "PK": past_key, "PV": past_value}
     if nonpad_kv_seqlen is not None:
         raise NotImplementedError("of a later opset")
     attributes = {"is_causal": is_causal, "softcap": softcap, "scale": scale}
+    return _attention_of_onnx(session, Q, K, V, attn_mask, past_key, past_value, **attributes)
+
+
+def onnx_reference_attention(
+    Q, K, V, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None, *,
+    is_causal=0, scale=None, softcap=0.0,
+):  # fmt: skip
+    """Attention as the standard's own package computes it, in NumPy."""
+    if nonpad_kv_seqlen is not None:
+        raise NotImplementedError("of a later opset")
+    attributes = {"is_causal": is_causal, "softcap": softcap, "scale": scale}
+    return _attention_of_onnx(reference, Q, K, V, attn_mask, past_key, past_value, **attributes)
+
+
+def _attention_of_onnx(kind, Q, K, V, attn_mask, past_key, past_value, **attributes):
+    feeds = {"Q": Q, "K": K, "V": V, "M": attn_mask, "PK": past_key, "PV": past_value}
     outputs = ("Y", "present_key", "present_value") if past_key is not None else ("Y",)
-    return run("Attention", "", feeds, outputs, attributes)
+    return run("Attention", "", feeds, outputs, attributes, kind)
 
 
 def onnxruntime_multi_head_attention(q, k, v, is_causal=False, q_offset=0, attn_bias=None,
@@ -190,21 +205,40 @@ def onnxruntime_grouped_query_attention(q, k, v, is_causal=False, window_size=No
     return heads(run("GroupQueryAttention", "com.microsoft", feeds, outputs, attributes), H)
 
 
-def run(operator, domain, feeds, outputs, attributes):
+def run(operator, domain, feeds, outputs, attributes, kind=None):
     """The first output of one operator; a feed of None is an absent input."""
+    kind = session if kind is None else kind
     given = {name: np.ascontiguousarray(x) for name, x in feeds.items() if x is not None}
     inputs = tuple((name, x.dtype.str, x.ndim) for name, x in given.items())
     names = tuple(name if x is not None else "" for name, x in feeds.items())
     while names[-1] == "":
         names = names[:-1]
     chosen = tuple((name, x) for name, x in attributes.items() if x is not None)
-    return session(operator, domain, names, inputs, outputs, chosen).run(None, given)[0]
+    return kind(operator, domain, names, inputs, outputs, chosen).run(None, given)[0]
 
 
 @cache
-def session(operator, domain, names, inputs, outputs, attributes):
-    """A model of one operator."""
+def session(*model):
+    """onnxruntime's, for a model of one operator."""
     import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(
+        model_of(*model).SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+
+@cache
+def reference(*model):
+    """The evaluator of the standard's own package, for a model of one operator."""
+    from onnx.reference import ReferenceEvaluator
+
+    return ReferenceEvaluator(model_of(*model))
+
+
+def model_of(operator, domain, names, inputs, outputs, attributes):
     from onnx import TensorProto, helper
 
     described = [
@@ -215,16 +249,10 @@ def session(operator, domain, names, inputs, outputs, attributes):
     ]
     results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
     node = helper.make_node(operator, names, list(outputs), domain=domain, **dict(attributes))
-    model = helper.make_model(
+    return helper.make_model(
         helper.make_graph([node], operator, described, results),
         opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)],
         ir_version=10,
-    )
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
 
 

@@ -1,10 +1,12 @@
 """Other libraries and our own kernels, described truly; each where it is installed."""
 
+import json
 import os
 from functools import partial
 
+import numpy as np
 import pytest
-from check import libraries
+from check import conventions, libraries
 from problems import run
 
 import minimha
@@ -128,3 +130,24 @@ def test_our_backend_for_the_cpu_is_right_in_everything():
     report = minimha.check(partial(attention, backend="cpu"))
     assert_is(report, "right")
     assert not report.refused
+
+
+def test_the_table_of_conventions_has_a_row_for_each_installed_function(capsys, tmp_path):
+    path = tmp_path / "reports.json"
+    conventions.main(["--only", "minimha", "--json", str(path), "--seed", "0"])
+    row = "| minimha: attention | any offset | visible | 0 | ignored |  | right |"
+    assert row in capsys.readouterr().out
+    (record,) = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert (record["verdict"], record["seed"]) == ("right", 0)
+
+
+def test_a_row_shows_the_conventions_of_a_function_with_another_mask():
+    def function(q, k, v, attn_mask=None):
+        O = attention(q, k, v, attn_mask=None if attn_mask is None else ~attn_mask)
+        return np.where((O == 0).all(-1, keepdims=True), v.mean(2, keepdims=True), O)
+
+    other = conventions.negated(function)
+    row = conventions.Row("ours", "attention", lambda: function)
+    cells = conventions.cells(row, minimha.check(function), minimha.check(other))
+    assert cells[1:5] == ["–", "hidden", "mean", "ignored"]
+    assert cells[-1] == "right"
