@@ -876,6 +876,7 @@ def test_kernels_are_loaded_once_and_unloaded_when_nobody_holds_them(driver, mon
     driver.cuModuleGetFunction = lambda module, name: (*driver.ok, SimpleNamespace(sizes=[]))
     driver.cuModuleUnload = lambda module: loaded.remove(module) or driver.ok
     driver.cuCtxSynchronize = lambda: driver.ok
+    driver.cuThreadExchangeStreamCaptureMode = lambda mode: (*driver.ok, mode)
     monkeypatch.setattr(gpu, "cubin", lambda launch, cc: ("name", launch.threads))
     monkeypatch.setattr(gpu, "_unused", {})
 
