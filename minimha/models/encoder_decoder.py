@@ -239,7 +239,7 @@ class EncoderDecoder:
         return generated(logits, np.array([self.start]), count, sample, last)
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the tokens' numbers (L,), checked. Text is converted by the tokenizer."""
+        """Return the ids (L,) of a text's tokens, or check given ids."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _decoded(

@@ -109,7 +109,7 @@ class SubwordTokenizer:
         return list(self._ask("encode", text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the tokens ``ids``, with begin and end tokens."""
+        """Return the text of the tokens ``ids``, begin and end tokens included."""
         return str(self._ask("decode", [int(n) for n in ids], False))
 
     def label(self, id: int) -> str:

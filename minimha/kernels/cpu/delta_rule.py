@@ -56,7 +56,7 @@ read_one = register_tile(WIDE, adds=False, rows=2)
 
 
 class Arguments(NamedTuple):
-    """The kernel's arguments. All arrays but q, k and v have the compute dtype, or as said."""
+    """The kernel's arguments. Arrays have the compute dtype, unless a field says otherwise."""
 
     q: Any  # (B, Hk, L, D), and k and v, read in place: any strides except the last
     k: Any
@@ -383,7 +383,7 @@ class Plan:
         return O.view(self._problem.dtype), last
 
     def fits(self, problem: DeltaProblem, given: Sequence[NDArray[Any] | None]) -> bool:
-        """Return whether ``run`` takes arrays like ``given``, of which ``problem`` was made."""
+        """Return whether ``run`` takes these arrays: ``given``, and checked as ``problem``."""
         return all(
             x is None or y is None or (x.dtype == y.dtype and _readable(y) is y)
             for x, y in zip(given, problem.arrays, strict=True)

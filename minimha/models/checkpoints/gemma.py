@@ -1,8 +1,8 @@
 """Load Gemma: gains stored minus 1; from Gemma 2 on norms around each part, and local layers.
 
 Gemma Team, "Gemma", 2024; "Gemma 2", 2024 (caps of scores and logits), and "Gemma 3", 2025
-(normalised queries and keys, another rotary base in local layers). Gemma 3 is published with a part
-that sees; of such a folder, the part that reads and writes text is loaded.
+(normalised queries and keys, another rotary base in local layers). Gemma 3 is published with an
+image encoder, which is not loaded.
 """
 
 from __future__ import annotations

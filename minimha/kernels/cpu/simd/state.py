@@ -7,10 +7,10 @@ u of ``GROUP`` tokens, of which n exist, sets their outputs, and writes the next
     T = keep ∘ S + e S + Σ_j w_j u_jᵀ
 
 R has rows r_0, R_0, r_1, R_1, … of these columns. Row j of V, at v + j · v_row, has v_j, and then
-o_j. C has β, A and B at c, all for ``GROUP`` tokens. W has the w_j (D,) at w. P has e (D,) at p,
-and ``keep`` a ``plane`` later, whose numbers have only ones or only zeros as bits. Row d of S
-starts at s + d · s_row, that of T at t + d · t_row. ``advance_one`` does so for one token and more
-columns.
+o_j. C has β, A and B at c, all for ``GROUP`` tokens. W has the w_j (D,) at w. P has e (D,) at p
+and ``keep`` (D,) at p + ``plane``. The bits of each number of ``keep`` are all ones or all zeros.
+Row d of S starts at s + d · s_row, that of T at t + d · t_row. ``advance_one`` does the same for
+one token and more columns.
 """
 
 from __future__ import annotations

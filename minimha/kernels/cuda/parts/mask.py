@@ -206,7 +206,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
     @device
     def modify_row(S, mask, bias, o, b, h, r, column, left, right, length):
-        """Do ``mask_row`` with the caller's functions, in a loop that need not be unrolled."""
+        """Mask a row with the caller's functions too, in a loop that is not unrolled."""
         away, end = int32(column - r), int32(length - r)
         mask_at = pair_address(mask, b, h, r, column, 1)
         bias_at = pair_address(bias, b, h, r, column, 4)
