@@ -17,7 +17,7 @@ def results(returned: Any) -> tuple[Any, Any]:
 
 
 def packed(function: Function) -> Function:
-    """Take queries (B, Lq, H, D) and packed keys (1, Lk, Hkv, D), for ``flash_attn_varlen_func``.
+    """Return ``flash_attn_varlen_func``, called with q (B, Lq, H, D) and packed k (1, Lk, Hkv, D).
 
     Its log-sum-exp (H, B · Lq) becomes (B, H, Lq).
     """

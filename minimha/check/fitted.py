@@ -1,4 +1,4 @@
-"""Reads unusual values of deviations from the weights, such as a fill of -7 or a block of 40 keys.
+"""Find a deviation's unusual value, such as a fill of -7 or a block of 40 keys, in the weights.
 
 With V = I the output is the weights A. If hidden keys keep a weight, log A of a hidden key minus
 that of a visible one is the difference of their scores, which gives the fill. Block sizes are

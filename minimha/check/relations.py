@@ -1,8 +1,8 @@
 """Relations that hold for any attention, in all conventions.
 
-Each compares answers with each other and needs no catalogue: the weights of a row sum to 1; the
-output is linear in V; neither the order of the keys nor a constant added to a row's scores matters;
-parts merged by their log-sum-exp equal the whole.
+Each compares a function's answers with each other, and needs no list of known bugs: the weights of
+a row sum to 1; the output is linear in V; neither the order of the keys nor a constant added to a
+row's scores matters; parts merged by their log-sum-exp equal the whole.
 """
 
 from __future__ import annotations

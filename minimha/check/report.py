@@ -117,14 +117,14 @@ class Report:
         return " ".join(self.sentences)
 
     def passes(self, *, strict: bool = False) -> bool:
-        """Whether the verdict is "right", or "differs" and not ``strict``."""
+        """Whether the verdict is "right", or it is "differs" and ``strict`` is False."""
         return self.verdict == "right" or (self.verdict == "differs" and not strict)
 
     @property
     def failure(self) -> str | None:
         """A sentence on why outputs cannot be compared, or are missing; None if most are compared.
 
-        Outputs with swapped axes have the right shape if sizes are equal, so most must have it.
+        Most outputs must have the right shape: with swapped axes of equal size, a few have it too.
         """
         answers = [r.answer for r in self.findings.results if r.answer.refusal is None]
         misshapen = [answer for answer in answers if "wrong_shape" in answer.faults]

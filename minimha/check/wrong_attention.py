@@ -62,7 +62,7 @@ HIDDEN_ROWS = ("dead_rows_nan", "dead_rows_mean", "dead_rows_first_value", "lse_
 
 @dataclass(frozen=True, eq=False)
 class Deviated:
-    """The answer of a function with some deviations."""
+    """The answer of attention with some known bugs (deviations)."""
 
     output: Array  # (B, H, Lq, Dv), float64
     bound: Array  # the largest rounding error of each number of the output

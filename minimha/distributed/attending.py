@@ -127,8 +127,8 @@ def attend_to_keys(
     """Return output O and log-sum-exp L of a chunk of queries over a chunk of keys and values.
 
     ``arrays`` are k, v, and the arrays named by ``masks``. q, O and L have the compute dtype, so
-    16-bit numbers are rounded once, at the end. The ALiBi term ``left_out`` (H,) is subtracted
-    from L.
+    16-bit numbers are rounded once, at the end. ``left_out`` (H,), an ALiBi term that the scores
+    omit, is subtracted from L.
     """
     k, v, *given = arrays
     options = options | dict(zip(masks, given, strict=True)) | placed(functions, part)

@@ -27,7 +27,8 @@ LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # their functions do not
 class Corner(NamedTuple):
     """Where a part of a problem begins in the whole problem: its first batch entry, head and key.
 
-    A caller's functions get indices in the whole. ``key`` is added to the positions of queries too.
+    A caller's functions get indices in the whole. ``key`` is also added to the
+    positions of queries, which count from the first key.
     """
 
     b: int = 0

@@ -51,7 +51,7 @@ def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
 
 
 def encoder() -> MultiHeadAttention:
-    """Return the encoder: head 0 finds whether a verb was read, head 1 whether "trains" is one."""
+    """Return the encoder: head 0 finds if a verb was read, head 1 if "trains" is a verb."""
     so_far, places, asks, offers = np.zeros((4, E, 6))
     so_far[START + 1 :] = GAIN * np.c_[2 * np.tri(5), np.ones(5)]  # words up to the query; "trains"
     places[START + 1 :, :5] = np.eye(5)

@@ -1,8 +1,8 @@
 """Store plans, so that a call with an equal key need not check and plan again.
 
-A plan's key is everything that the plan depends on. Plans for the CPU are stored if the options
-are numbers, functions and starts of packed sequences. Plans for a GPU may also have lists of
-numbers and small arrays, by value. Keys include types, because True == 1 but is no window's width.
+A plan's key is everything that the plan depends on. Plans for the CPU are stored if the options are
+numbers, functions and starts of packed sequences. Plans for a GPU may also have lists of numbers
+and small arrays, by value. Keys include types: True equals 1, but only 1 is a valid window width.
 """
 
 from __future__ import annotations

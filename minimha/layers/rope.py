@@ -107,7 +107,7 @@ class RoPE:
         return np.asarray(self.scaling.frequencies(theta, self.base, length), np.float64)
 
     def has_equal_angles(self, length: int, other: int) -> bool:
-        """Return whether both sequence lengths have the same angles, so a cache may grow so far."""
+        """Return whether both lengths have equal angles, so a cache may grow to the other."""
         return not self.is_dynamic or np.array_equal(
             self.frequencies(length), self.frequencies(other)
         )

@@ -136,7 +136,7 @@ class Encoder:
             return np.asarray(tap("logits", logits))
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the ids (L,) of a text's tokens, or check given ids."""
+        """Return the ids (L,) of a text's tokens; ids that are given are checked and returned."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _types(self, types: ArrayLike | None, L: int) -> NDArray[np.int64] | None:

@@ -239,7 +239,7 @@ class EncoderDecoder:
         return generated(logits, np.array([self.start]), count, sample, last)
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the ids (L,) of a text's tokens, or check given ids."""
+        """Return the ids (L,) of a text's tokens; ids that are given are checked and returned."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _decoded(
@@ -279,8 +279,8 @@ def original(config: Config, seed: int = 0) -> EncoderDecoder:
     """Return the first transformer, with random weights.
 
     Norms follow the sums, positions are sinusoidal, and the activation is the configuration's (the
-    paper's is ReLU). The embedding of both texts, times √E, is also the unembedding. Encoder and
-    decoder have ``config.num_layers`` layers each.
+    paper's is ReLU). Both texts and the unembedding share one matrix; embeddings are multiplied by
+    √E. Encoder and decoder have ``config.num_layers`` layers each.
 
     Vaswani et al., "Attention Is All You Need", 2017, sections 3.1 to 3.5.
     """

@@ -178,7 +178,7 @@ def matching(ids: Ids) -> NDArray[np.bool_]:
 def induction(ids: Ids) -> NDArray[np.bool_]:
     """Mark keys j <= i whose previous token equals the token of query i.
 
-    Elhage et al. 2021, "Induction Heads"; Olsson et al. 2022, who call the score prefix matching.
+    Elhage et al. 2021, "Induction Heads"; Olsson et al. 2022 ("prefix matching").
     """
     found = np.zeros((len(ids), len(ids)), bool)
     found[:, 1:] = matching(ids)[:, :-1]

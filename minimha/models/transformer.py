@@ -117,8 +117,8 @@ class Transformer:
     def unembed(self, x: Array, tap: Tap = no_tap) -> Array:
         """Return the logits (..., L, V) of rows x (..., L, E) of the residual stream.
 
-        Rows after an earlier layer give that layer's predictions (nostalgebraist, "Interpreting
-        GPT: the logit lens", 2020).
+        If x is the stream after an earlier layer, the logits are that layer's predictions
+        (nostalgebraist, "Interpreting GPT: the logit lens", 2020).
         """
         W_vocab, tap = self._head(), safe_tap(tap)
         normed = self.final_norm(x, prefixed(tap, "final_"))

@@ -1,7 +1,7 @@
 """A trace as an interactive page: point at a cell, and the page shows its computation.
 
 The page is one file and sends no requests. It embeds all numbers of a small run. Of a large run it
-embeds only the inputs, and recomputes the rest by the operations that ``origins`` has checked. It
+embeds only the inputs, and recomputes the rest by operations that the module ``origins`` checks. It
 also recomputes the steps that follow when the reader changes an input, the scale or the mask.
 """
 

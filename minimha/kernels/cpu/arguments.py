@@ -96,8 +96,8 @@ def pack(
 ) -> array[int]:  # fmt: skip
     """Pack a kernel's arguments into a line, an array of integers that still lacks the addresses.
 
-    ``slots`` has each entry's index, ``o`` the small options, ``sizes`` two integers of the rung. A
-    Python ``array`` is copied, read and addressed twice as fast as NumPy's.
+    ``slots`` has each entry's index, ``o`` the small options, ``sizes`` two integers of the rung.
+    It is an ``array.array``: copying and reading it takes half of NumPy's time.
     """
     line = array("q", bytes(8 * (slots["counters"] + num_counters)))
     for name, (shape, strides) in layouts.items():

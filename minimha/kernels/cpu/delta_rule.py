@@ -383,7 +383,7 @@ class Plan:
         return O.view(self._problem.dtype), last
 
     def fits(self, problem: DeltaProblem, given: Sequence[NDArray[Any] | None]) -> bool:
-        """Return whether ``run`` takes these arrays: ``given``, and checked as ``problem``."""
+        """Return whether ``run`` accepts arrays like ``given``, from which ``problem`` was made."""
         return all(
             x is None or y is None or (x.dtype == y.dtype and _readable(y) is y)
             for x, y in zip(given, problem.arrays, strict=True)

@@ -6,8 +6,8 @@ code is a loop over a tile with the caller's function inside, which LLVM inlines
     tile(S, failed, line, b, h, i, j, lines, length, stride, is_transposed)
 
 A function is passed as a ``line`` of memory: the address of its loop, then the numbers and arrays
-that it captures. These are arguments, so that one compilation serves all values. A function that
-numba compiles only with constants is compiled for each value.
+that it captures. These are arguments, so that one compilation serves all values. If numba
+compiles a function only with captured values as constants, each value is compiled.
 
 A tile has ``lines`` rows of ``length`` items. Item x of row y, ``S[y * stride + x]``, belongs to
 query i + y and key j + x; if the tile ``is_transposed``, to query i + x and key j + y. For

@@ -11,7 +11,8 @@ q, k, v   (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), read in place: any s
 mask      (B, H, Lq, Lk) bool, any strides; of size 0 if there is none
 bias      (B, H, Lq, Lk), compute dtype, any strides; of size 0 if there is none
 o         the fields of ``CPUOptions``: small options, the caller's functions, and the rows of each
-          sequence. B above is that of the arrays; a problem has ``len(o.queries)`` sequences
+          sequence. B above is the arrays' first axis, not the number of sequences,
+          ``len(o.queries)``
 O, L      the results: (B, H, Lq, Dv), stored like v, and (B, H, Lq), the compute dtype
 memory    the rung's buffers, 1-D arrays, one per thread unless shared; ``counters``, which all
           threads share; ``worker``, the number of the thread; ``workers``, the number of threads

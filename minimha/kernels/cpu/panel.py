@@ -1,4 +1,4 @@
-"""Compute a panel of queries, one query per lane, from Q to O, for rungs 3, 4 and 6.
+"""Compute the outputs of a panel of queries, one query per lane, for rungs 3, 4 and 6.
 
 Line numbers are those of FlashAttention-2's Algorithm 1. See ``rung3_vector_tiles`` for the idea of
 a panel. ``t`` holds a thread's buffers, and ``o`` the options of the problem.

@@ -1,4 +1,4 @@
-"""Load Gemma: gains stored minus 1; from Gemma 2 on norms around each part, and local layers.
+"""Load Gemma, whose files hold gains minus 1; later ones have more norms, and local layers.
 
 Gemma Team, "Gemma", 2024; "Gemma 2", 2024 (caps of scores and logits), and "Gemma 3", 2025
 (normalised queries and keys, another rotary base in local layers). Gemma 3 is published with an

@@ -3,7 +3,7 @@
 A kind of passage is a generator. It yields text, whose words follow with certainty, or a choice: a
 tuple of equally likely words, or a dictionary from words to probabilities. ``yield`` returns the
 word that was drawn. The words so far therefore determine how each kind continues, and
-``next_words`` computes their probabilities by Bayes' rule.
+``next_words`` computes the next word's probabilities by Bayes' rule.
 """
 
 import random

@@ -25,6 +25,10 @@ PER_TILE = {
     ("cuda.rung6_warpgroups", 256, (9, 0)): (540, 0, 2),
     ("cuda.rung4_tensor_cores", 128, (8, 0)): (985, 8, 0),
 }
+WIDTHS = (64, 72, 80, 96, 128, 256)
+ARCHITECTURES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+# 192 numbers of a thread are in 255 registers: for sm_120 three of a width of 128 are spilled.
+SPILLED = {("cuda.rung4_tensor_cores", 128, (12, 0)): 3}
 
 
 def launch_of(rung, D):
@@ -48,11 +52,21 @@ def test_what_a_call_launches_is_what_the_tiles_need(rung, D, cc, monkeypatch, t
     assert names.count("USETMAXREG") == changes
 
 
+@pytest.mark.parametrize("cc", ARCHITECTURES)
+@pytest.mark.parametrize("D", WIDTHS)
+def test_whole_tiles_use_no_local_memory(D, cc):
+    if ptxas.nvdisasm() is None:
+        pytest.skip(NO_DISASSEMBLER)
+    for rung in ("cuda.rung4_tensor_cores", *["cuda.rung6_warpgroups"] * (cc == (9, 0))):
+        found = ptxas.statistics(compiled(launch_of(rung, D), cc).machine_code())
+        assert found["tile_local"] == SPILLED.get((rung, D, cc), 0)
+        assert found["warnings"] == 0
+
+
 @pytest.mark.parametrize(("D", "cc"), [(64, (10, 0)), (128, (12, 0)), (256, (12, 0))])
 def test_arrays_stay_in_registers_on_later_architectures_too(D, cc):
     kernel = compiled(launch_of("cuda.rung4_tensor_cores", D), cc).machine_code()
     found = ptxas.statistics(kernel)
-    # 192 numbers of a thread are in 255 registers: for sm_120 a few of a width of 128 are spilled.
     assert found["stack"] <= (24 if D == 128 else 0)
     assert found["warnings"] == 0
     assert f"for 'sm_{cc[0]}{cc[1]}'" in kernel.report

@@ -1,4 +1,4 @@
-"""Widen 16-bit numbers to float32, and round float32 to 16-bit numbers, by their bits."""
+"""Widen 16-bit numbers to float32, and round float32 to 16 bits, by integer operations."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def swizzled(row: int, chunk: int, chunks: int) -> int:
 
     Eight chunks are as wide as all banks. The same chunk of eight successive rows must be in eight
     different bank groups. Let ``spread`` be the largest power of 2, at most 8, that divides the
-    number of chunks. Without the swizzle, the bank group would repeat every 8 / spread rows. So an
-    exclusive or moves the chunks of later rows, within groups of ``spread`` chunks.
+    number of chunks. Without the swizzle, a chunk's bank group repeats every 8 / spread rows. So
+    the chunk indices of later rows are XORed, which moves chunks within groups of ``spread``.
 
     >>> [[swizzled(row, chunk, 4) // 16 % 8 for chunk in range(4)] for row in range(4)]
     [[0, 1, 2, 3], [4, 5, 6, 7], [1, 0, 3, 2], [5, 4, 7, 6]]

@@ -1,7 +1,7 @@
 """Apply the options to scores, and find the visible keys.
 
-The rungs that take arrays use the compiled functions of ``equations/visibility.py`` and
-``score.py``. For the rungs that take addresses, the factories below compile the same options
+Kernels (rungs) whose arguments are arrays use the compiled functions of ``equations/visibility.py``
+and ``score.py``. For the rungs that take addresses, the factories below compile the same options
 according to a problem's ``ScoreOptions``, so that an absent option costs nothing.
 """
 
@@ -206,7 +206,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
     @device
     def modify_row(S, mask, bias, o, b, h, r, column, left, right, length):
-        """Mask a row with the caller's functions too, in a loop that is not unrolled."""
+        """Mask a row by the caller's functions, in a loop that need not be unrolled."""
         away, end = int32(column - r), int32(length - r)
         mask_at = pair_address(mask, b, h, r, column, 1)
         bias_at = pair_address(bias, b, h, r, column, 4)

@@ -51,7 +51,7 @@ def add_nonfinite_values(tiles: RegisterTiles) -> Any:
 def nonfinite_in(dtype: str) -> Any:
     """Return a device function that sets bit 15 or 31 if a word's lower or upper half is nonfinite.
 
-    Adding the lowest bit of the exponent to an exponent of ones carries into that bit.
+    If all bits of an exponent are 1, adding its lowest bit carries into bit 15 or 31.
     """
     infinity = fragments.FORMATS[dtype].infinity
     exponents, lowest = infinity << 16 | infinity, (0x8000 - infinity) << 16 | 0x8000 - infinity

@@ -42,7 +42,7 @@ def start(consumers: int) -> Any:
 
 @device
 def wait_for_phase(barriers, n, of_before):
-    """Wait until the phase of step or tile n ends, or the previous phase if ``of_before`` is 1."""
+    """Wait for the end of step or tile n's phase, or of the phase before if ``of_before`` is 1."""
     while not ptx.mbarrier_try_wait(barriers + 8 * (n & 1), (n >> 1 & 1) ^ of_before):
         pass
 
