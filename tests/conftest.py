@@ -18,8 +18,11 @@ settings.load_profile("same")
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
-# Programs: the first switches numba's simulator on, for good, when it is imported.
-collect_ignore = ["kernels/cuda/simulator.py", "gpu_kit/check.py", "world/train.py"]
+# Programs, and tests for a process of their own: importing them replaces numba's CUDA or torch.
+collect_ignore = [
+    "gpu_kit/check.py", "kernels/cuda/simulator.py", "kernels/cuda/standin/on_tensors.py",
+    "world/train.py",
+]  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)
