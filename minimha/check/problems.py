@@ -165,6 +165,7 @@ def _plain() -> Iterator[Graded]:
     yield _problem("grouped heads", shows, draw.qkv(H=6, Hkv=3))
     yield _problem("grouped heads, square", shows, draw.qkv(H=4, Hkv=2, Lq=6, Lk=6))
     yield _drawn("scale", "the argument scale", {"H": 2, "Lq": 6, "Lk": 6}, scale=0.3125)
+    yield _drawn("scale of 0", "whether 0 is read as absent", {"Lq": 3, "Lk": 5}, scale=0.0)
     yield _drawn("log-sum-exp", "the log-sum-exp", {"H": 2}, return_lse=True)
     yield _drawn("weights", "the weights themselves: V = I", EIGHT, v=_identity(8))
     wide = {"H": 2, "Lq": 6, "Lk": 12, "D": 4}
