@@ -1,4 +1,4 @@
-"""Compute attention and show all its numbers, from three tokens on paper to a fast kernel."""
+"""Compute attention with NumPy or with CPU and GPU kernels, and show every intermediate number."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Import a package when it is first used, so that ``import minimha`` stays fast."""
+        """Import an attribute of this package on first use, so that ``import minimha`` is fast."""
         if name == "gated_delta_rule":
             return import_module(f"{__name__}.delta_rule").gated_delta_rule
         if name in ("assert_close", "error_bound"):

@@ -1,4 +1,4 @@
-"""Run the command line by ``python -m minimha``, like ``minimha`` and ``python cli.py``."""
+"""Run the command line as ``python -m minimha``, the same as ``minimha`` or ``python cli.py``."""
 
 import sys
 

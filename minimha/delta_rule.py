@@ -1,4 +1,4 @@
-"""The function ``gated_delta_rule``: check the arguments, choose a form, and return its result."""
+"""Define ``gated_delta_rule``: check its arguments, choose a backend, and return the result."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def gated_delta_rule(
     backend: Literal["auto", "recurrent", "chunked", "cpu"] = "auto",
     tap: Tap = no_tap,
 ) -> Any:
-    """Return what a memory that forgets, and that corrects itself, returns for each query.
+    """Compute the gated delta rule: linear attention whose state decays and corrects its errors.
 
-    Each head has a state S (D, Dv), which every token t changes before its query reads it:
+    Each head has a state S (D, Dv). Token t first updates S, then reads S with its query q_t:
 
         S ← exp(g_t) S,   u_t = β_t (v_t - Sᵀ k_t),   S ← S + k_t u_tᵀ,   o_t = Sᵀ q_t
 
     Axes: ``B`` batch, ``Hk`` heads of queries and keys, ``H`` heads of values, ``L`` tokens, ``D``
     key width, ``Dv`` value width. As in ``attention``, arrays may lack B, or B and the heads.
-    Arrays of torch and JAX on the CPU are read without copying; the result is of q's library.
+    Arrays of torch and JAX on the CPU are read without copying; results are arrays of q's library.
 
     Parameters
     ----------
@@ -56,12 +56,12 @@ def gated_delta_rule(
     v : array_like of shape (B, H, L, Dv)
         Values. H must be a multiple of Hk: head h uses the queries and keys of h // (H // Hk).
     g : array_like of shape (B, H, L) or (B, H, L, D)
-        The natural logarithm of the decay, from -inf, which forgets all, to 0, which forgets
-        nothing. With D numbers, each multiplies a row of S (Kimi Delta Attention).
+        Natural logarithm of the decay: -inf clears S, and 0 keeps S. The last axis D, if given, has
+        one number for each row of S (Kimi Delta Attention).
     beta : array_like of shape (B, H, L)
-        How much of the error is corrected: usually from 0 to 1, and up to 2 in some models.
+        The fraction of the error v_t - Sᵀ k_t to correct: usually 0 to 1, in some models up to 2.
     initial_state : array_like of shape (B, H, D, Dv), optional
-        S before the first token; with ``cu_seqlens`` (n, H, D, Dv). Default is zeros.
+        S before the first token; with ``cu_seqlens``, of shape (n, H, D, Dv). Default is zeros.
     scale : float or 0-d array, optional
         Multiplies the queries. Default is 1/√D.
     normalize : bool, default True
@@ -69,16 +69,16 @@ def gated_delta_rule(
     chunk_size : int, optional
         Tokens in a chunk of the backend "chunked", which "auto" then uses. Default is 64.
     return_state : bool, default False
-        Return the state after each sequence's last token, too.
+        Also return the state after each sequence's last token.
     kv_lengths : int or array_like of shape (B,), int, optional
         Only tokens t < length exist. The output of later tokens is 0. Default is L.
     cu_seqlens : array_like of shape (n + 1,), int, optional
-        n sequences are packed one after another along L, with B = 1 and all axes given. Sequence s
-        has the tokens from cu_seqlens[s] to cu_seqlens[s + 1], and a state of its own.
+        n sequences are packed one after another along L. Sequence s has the tokens from
+        cu_seqlens[s] to cu_seqlens[s + 1] and a separate state. q must be 4-D, with B = 1.
     backend : {"auto", "recurrent", "chunked", "cpu"}, default "auto"
-        "recurrent" computes token by token, as the rule is defined, "chunked" by products of
-        matrices, and "cpu" by a kernel that numba compiles. "auto" starts with "chunked" and goes
-        on with "cpu", as in ``attention``; with a tap and no ``chunk_size`` it uses "recurrent".
+        "recurrent" computes token by token, as the rule is defined. "chunked" uses matrix products,
+        and "cpu" a kernel that numba compiles. "auto" starts with "chunked" and later changes to
+        "cpu", as in ``attention``; with a tap and no ``chunk_size`` it uses "recurrent".
     tap : callable ``tap(name, value) -> value``, optional
         Receives every intermediate array; see ``minimha.explain.Trace``.
 
@@ -92,12 +92,12 @@ def gated_delta_rule(
     TypeError, ValueError
         An argument has a wrong type, shape or range. Arguments are never modified.
     BackendUnavailable
-        The named backend cannot run here or keeps no steps to tap, or an array is on a GPU.
+        The named backend cannot run here or supports no tap, or an array is on a GPU.
 
     Notes
     -----
-    A NaN in k, g or beta makes all later outputs of its head NaN, in v those of its column, in q
-    that of its token. Earlier tokens and other heads keep their numbers.
+    A NaN in k, g or beta makes all later outputs of its head NaN. A NaN in v does so only in its
+    column, and a NaN in q only for its token. Earlier tokens and other heads are not affected.
 
     References
     ----------
@@ -106,8 +106,8 @@ def gated_delta_rule(
 
     Examples
     --------
-    The first token stores (3, 4) under a key, the second (5, 6) under another. The third asks for
-    the first key, after the memory has lost half:
+    The first token stores (3, 4) under one key, the second stores (5, 6) under another. The third
+    reads the first key, after the state has decayed by half:
 
     >>> q = k = [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]
     >>> v, g, beta = [[3.0, 4.0], [5.0, 6.0], [0.0, 0.0]], [0, 0, -0.693147], [1, 1, 0]
@@ -156,7 +156,7 @@ def _key(backend: str, arrays: Mapping[str, Any], *options: Any) -> tuple[Any, .
 
 
 def _with_axes(arrays: Mapping[str, Any]) -> list[Any]:
-    """Return the arrays as a ``DeltaProblem`` has them: g and beta with four axes."""
+    """Return the arrays in the order of ``DeltaProblem.arrays``, g and beta with four axes."""
     q, k, v, g, beta, state = arrays.values()
     return [q, k, v, g if g.ndim == 4 else g[..., None], beta[..., None], state]
 
@@ -184,7 +184,7 @@ def _chosen(backend: str, problem: DeltaProblem, size: int | None, tap: Tap) -> 
 def _on_cpu(
     backend: str, problem: DeltaProblem, has_state: bool, key: Any, arrays: Mapping[str, Any]
 ) -> Any:
-    """Return O and the states, and remember the plan under ``key`` if it fits such arrays."""
+    """Return O and the states; store the plan under ``key`` if later calls can use the plan."""
     try:
         kernel = imported(KERNEL)
         plan = kernel.Plan(problem, has_state)
@@ -199,7 +199,7 @@ def _on_cpu(
 
 
 def _in_numpy(form: str, problem: DeltaProblem, size: int | None, tap: Tap) -> Any:
-    """Return O and the states, computed by the equations."""
+    """Return O and the states, computed in NumPy by "recurrent" or "chunked"."""
     start, equations = time.perf_counter(), imported(EQUATIONS)
     if form == "recurrent":
         return equations.recurrent(problem, tap)

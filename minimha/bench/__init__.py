@@ -1,1 +1,1 @@
-"""Measure speed: a correctness gate, a warm-up, interleaved measurement, records."""
+"""Measure the speed of attention on CPUs and GPUs, and compare it with other libraries."""

@@ -1,4 +1,4 @@
-"""Measure the machine: the bandwidth of reading, and the rate of a matrix product."""
+"""Measure the machine: how fast it reads memory, and how fast it multiplies matrices."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,10 @@ STREAM = 1 << 25  # float32 numbers that are read to measure the bandwidth
 
 
 def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
-    """Return the work of a reference call (bytes or operations), and a function that runs it."""
+    """Return the work of a reference call, in bytes or operations, and a function that runs it.
+
+    The call reads memory if ``shape`` has one query, and multiplies matrices otherwise.
+    """
     if shape.is_decode:
         numbers = np.ones(STREAM, np.float32)
         return 4.0 * STREAM, lambda: read_memory(numbers)
@@ -23,7 +26,7 @@ def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
 
 
 def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Read a 1-D array once, in vectors, with all threads of the kernels.
+    """Read a 1-D array once, with vector instructions and all threads of the kernels.
 
     Returns the largest number of each thread in each lane of its vectors: (threads, lanes).
     """

@@ -1,8 +1,8 @@
-"""Measure speed on a CPU: correctness gate → warm-up → interleaved measurement → records.
+"""Measure the speed of minimha and other libraries on a CPU, in turns.
 
-A candidate whose numbers are wrong is never timed. All candidates of a shape take turns in one
-run, so that other work of the machine affects them equally. Before each turn the threads of the
-previous candidate must be asleep: OpenBLAS's spin for a tenth of a second, on a core that the next
+A candidate whose numbers are wrong is never timed. All candidates of a shape take turns in one run,
+so that other work of the machine affects them equally. Before each turn the threads of the previous
+candidate must be asleep: those of OpenBLAS spin for a tenth of a second, on a core that the next
 candidate needs. Then an untimed call wakes the candidate's threads. Times are medians, with the
 quartiles as spread.
 """
@@ -40,9 +40,10 @@ def against_peers(
 ) -> Report:  # fmt: skip
     """Measure minimha's CPU backend and every other library that is installed, in float32.
 
-    The timed calls of each shape take ``seconds``. Every candidate uses ``threads`` threads, by
-    default ``minimha.get_num_threads()``. ``progress`` is called with the next task: once for
-    compiling and once per shape. If ``is_crowded``, single calls take turns in random order.
+    For each shape, the timed calls take ``seconds`` in all. Every candidate uses ``threads``
+    threads, by default ``minimha.get_num_threads()``. ``progress`` is called with the next task:
+    once for compiling and once per shape. If ``is_crowded``, single calls take turns in random
+    order. Raises ValueError for a shape in a 16-bit dtype.
     """
     for shape in shapes:
         if shape.dtype != "float32":
@@ -65,7 +66,10 @@ def ladder(
     shapes: Sequence[Shape], seconds: float, threads: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Report:  # fmt: skip
-    """Measure the NumPy backends and all CPU kernels; ratios are to the time of rung 4."""
+    """Measure the NumPy backends and all CPU kernels, with times relative to CPU rung 4.
+
+    The parameters are those of ``against_peers``.
+    """
     modules = {name: import_module(f"minimha.equations.{name}") for name in ("dense", "tiled")}
     modules |= {name: import_module(f"minimha.kernels.{name}") for name in LADDER}
     with _workers(threads) as number:
@@ -91,6 +95,7 @@ def compare(
 ) -> list[Record]:  # fmt: skip
     """Check the results of ``candidates`` and time them; return one record for each.
 
+    A candidate whose error exceeds ``GATE`` is not timed. The timed calls take ``seconds`` in all.
     Ratios are to the time of the candidate named ``ours``. If ``is_crowded``, single calls take
     turns in random order, while idle threads of other candidates may still keep cores busy.
     """
@@ -110,7 +115,10 @@ def compare(
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Run each candidate in turns of a few calls for ``seconds``; return the time of each call."""
+    """Run the candidates in turns of about ``TURN`` seconds; return the seconds of each call.
+
+    This goes on for ``seconds``, and for at least three rounds.
+    """
     calls = {}
     for name, run in runs.items():
         _wait_for_quiet()  # a core shared with other threads would make the turn too short
@@ -128,9 +136,10 @@ def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str,
 
 
 def crowded(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Run single calls of candidates in random order for ``seconds``; return the time of each.
+    """Run single calls of the candidates in random order; return the seconds of each call.
 
-    Idle threads of other candidates may keep cores busy, as in programs that use several libraries.
+    This goes on for ``seconds``, and for at least ten rounds. Idle threads of other candidates may
+    keep cores busy, as in programs that use several libraries.
     """
     order = np.random.default_rng(0)
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -155,7 +164,7 @@ def extra_memory(run: Callable[[], Any]) -> int | None:
 
 
 def compile_seconds(shape: Shape) -> float:
-    """Return the seconds that it takes to compile the kernel for ``shape``, or to load it."""
+    """Return the seconds of a short call that compiles or loads the kernel for ``shape``."""
     inputs = replace(shape, B=1, H=1, Hkv=1, Lq=min(shape.Lq, 16), Lk=16, mask="none").inputs()
     return seconds_of(_ours(inputs).run)
 

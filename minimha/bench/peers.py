@@ -28,7 +28,7 @@ class Peer(NamedTuple):
 
 
 def load() -> list[str]:
-    """Import the libraries to compare with; return the names of those not installed."""
+    """Import the libraries to compare with, and return the names of those not installed."""
     absent = [name for name in LIBRARIES if find_spec(name) is None]
     for name in LIBRARIES:
         if name not in absent:
@@ -37,7 +37,11 @@ def load() -> list[str]:
 
 
 def peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """Map names to the functions of other libraries that are installed and support the problem."""
+    """Return the installed libraries' functions that support the problem, by name.
+
+    Each library uses ``threads`` threads, except NumPy, which is left out if its scores do not fit
+    into memory.
+    """
     found = numpy_peers(inputs) if _scores_fit(inputs) else {}
     if find_spec("torch"):
         found |= torch_peers(inputs, threads)
@@ -47,7 +51,7 @@ def peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 
 def numpy_peers(inputs: Inputs) -> dict[str, Peer]:
-    """Prepare NumPy's softmax(Q Kᵀ / √D) V in float32, to compare with."""
+    """Return NumPy's softmax(Q Kᵀ / √D) V in float32, as the candidate "NumPy"."""
     run = partial(attention, *inputs.arrays, **inputs.options, backend="dense")
     return {"NumPy": Peer(run, np.asarray)}
 
@@ -60,10 +64,11 @@ def _scores_fit(inputs: Inputs) -> bool:
 
 
 def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """Prepare ``torch.nn.functional.scaled_dot_product_attention``.
+    """Return calls of ``torch.nn.functional.scaled_dot_product_attention``, by name.
 
-    If query heads share keys, "GQA" passes ``enable_gqa=True``. For a single query, "folded" is a
-    second way: query heads that share keys become queries of one head.
+    If H = Hkv, there is one call, "torch SDPA". If query heads share keys, the call "torch SDPA
+    GQA" passes ``enable_gqa=True``. If there is also only one query and no mask, a second call is
+    "torch SDPA folded", in which query heads that share keys become queries of one head.
     """
     import torch
     from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -88,7 +93,11 @@ def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 
 def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """Prepare each of onnxruntime's three attention operators that supports the problem."""
+    """Return calls of onnxruntime's attention operators that support the problem, by name.
+
+    "ORT Attention-23" supports every problem, and "ORT MHA" problems with H = Hkv. "ORT GQA" needs
+    Lq = Lk and a causal mask or a window to the left.
+    """
     B, H, Lq, _ = inputs.q.shape
     Hkv, Lk = inputs.k.shape[1:3]
     mask = inputs.whole_mask

@@ -1,4 +1,4 @@
-"""Collect records of measurements, and compute results: fastest peers, means, rows to show."""
+"""Record measurements, and compute the fastest libraries, mean ratios, and rows of a table."""
 
 import math
 import platform
@@ -23,10 +23,11 @@ CPUINFO = Path("/proc/cpuinfo")
 class Record:
     """The measurements of one candidate, such as a library, on one shape.
 
-    They are NaN if its results are wrong. ``error`` is the largest error against float64 in the
-    checked rows, as a multiple of the error of plain NumPy in float32. ``rate`` is operations per
-    second, or bytes of K and V per second for a single query. ``of_machine`` is ``rate``
-    divided by the rate of a matrix product, or of reading memory, in the same run.
+    Measurements are NaN if the candidate's results are wrong. ``error`` is the largest error
+    against float64 in the checked rows. Its unit is the error of plain NumPy in float32 or, on a
+    GPU, of torch's backend MATH. ``rate`` is operations per second or, for a single query, bytes of
+    K and V per second. ``of_machine`` is ``rate`` divided by the rate of a matrix product or, for a
+    single query, of reading memory, in the same run.
     """
 
     shape: str
@@ -44,7 +45,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of a benchmark: records, compile time, machine, libraries not installed."""
+    """The results of a benchmark: records, compile time, machine, and libraries not installed."""
 
     records: list[Record]
     compile_seconds: float
@@ -56,7 +57,11 @@ def measured(
     record: Record, shape: Shape, times: Sequence[float], ours: Sequence[float] | None,
     machine_rate: float,
 ) -> Record:  # fmt: skip
-    """Return ``record`` with figures from ``times``, and ratios to ``ours`` and to the machine."""
+    """Return ``record`` with the statistics of ``times``, in seconds, and two ratios.
+
+    ``ratio`` is the median of ``times`` divided by the median of ``ours``, or NaN if that is None.
+    ``of_machine`` is the rate divided by ``machine_rate``, in the same unit.
+    """
     low, median, high = (float(np.quantile(times, part)) for part in (0.25, 0.5, 0.75))
     rate = (shape.bytes_read if shape.is_decode else shape.operations) / median
     return replace(
@@ -67,7 +72,7 @@ def measured(
 
 
 def machine(threads: int) -> dict[str, str | int]:
-    """Describe this machine: processor, system, versions, and the date."""
+    """Describe this machine: processor, system, versions and date."""
     model = platform.processor() or platform.machine()
     if CPUINFO.exists():
         lines = CPUINFO.read_text().splitlines()
@@ -109,7 +114,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def machine_line(report: Report) -> str:
-    """Return one sentence about the machine, and about how long compiling took."""
+    """Return a sentence on the machine and on the time that compiling took."""
     where = ", ".join(
         str(value) if name in ("processor", "system", "date") else f"{name} {value}"
         for name, value in report.machine.items()

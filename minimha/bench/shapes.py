@@ -14,8 +14,8 @@ WINDOW = (511, 0)
 class Inputs(NamedTuple):
     """The arrays and masks of one problem.
 
-    ``window`` is (left, right) or None. ``mask`` is a boolean array (B, 1, Lq, Lk), True = may
-    attend, or None. A causal problem has Lq = Lk.
+    ``window`` is (left, right) or None. ``mask`` is None or a boolean array (B, 1, Lq, Lk) in which
+    True means "may attend". A causal problem has Lq = Lk.
     """
 
     q: NDArray[Any]
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 
     @property
     def whole_mask(self) -> NDArray[np.bool_] | None:
-        """Return the mask, or else the window as a boolean mask, or None if there is neither."""
+        """Return the window as a boolean mask or, without a window, ``mask``, which may be None."""
         if self.window is None:
             return self.mask
         distance = np.arange(self.k.shape[2]) - np.arange(self.q.shape[2])[:, None]
@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes and the mask of a problem.
+    """The sizes, the mask and the dtype of a problem.
 
     ``mask`` is "none", "causal", "window" (a query sees its own key and 511 before it) or "mask"
     (random). ``dtype`` is float32 on a CPU; on a GPU it may also be float16 or bfloat16.
@@ -78,7 +78,10 @@ class Shape:
 
     @property
     def operations(self) -> float:
-        """Return 4 · D operations per pair of a query and a visible key (random mask: any key)."""
+        """Return the number of operations: 4 · D per pair of a query and a visible key.
+
+        With a random mask, every key counts as visible.
+        """
         pairs: float = self.Lq * self.Lk
         if self.mask == "causal":
             pairs = self.Lq * self.Lk / 2
@@ -93,11 +96,11 @@ class Shape:
 
     @property
     def is_decode(self) -> bool:
-        """True if there is one query per head, so that reading takes most of the time."""
+        """Return whether there is one query per head, so that reading takes most of the time."""
         return self.Lq == 1
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Return random float32 arrays and the mask of a problem; ``dtype`` is not applied here."""
+        """Return random arrays and the mask of the problem, in float32 for every ``dtype``."""
         rng = np.random.default_rng(seed)
         sizes = ((self.H, self.Lq), (self.Hkv, self.Lk), (self.Hkv, self.Lk))
         q, k, v = (

@@ -1,4 +1,4 @@
-"""Makes functions callable like others whose problems are packed, described or hooked in."""
+"""Adapt functions with other interfaces, so that all can be called with q, k, v and options."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ Function = Callable[..., Any]
 
 
 def results(returned: Any) -> tuple[Any, Any]:
-    """The output, and the second result, which may be the log-sum-exp, or None."""
+    """Return the output and the second result in a function's return value.
+
+    If it returned only one array, the second result is None.
+    """
     if isinstance(returned, tuple):
         return (*returned, None, None)[:2]
     return returned, None
 
 
 def packed(function: Function) -> Function:
-    """Return ``flash_attn_varlen_func``, called with q (B, Lq, H, D) and packed k (1, Lk, Hkv, D).
+    """Adapt ``flash_attn_varlen_func`` to q (B, Lq, H, D) and packed k (1, Lk, Hkv, D).
 
-    Its log-sum-exp (H, B · Lq) becomes (B, H, Lq).
+    The log-sum-exp (H, B · Lq) is converted to (B, H, Lq).
     """
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -34,7 +37,7 @@ def packed(function: Function) -> Function:
 
 
 def flexible(function: Function) -> Function:
-    """Take masks and biases as arguments, and pass them as functions to ``flex_attention``."""
+    """Adapt ``flex_attention``, which takes functions, to masks and biases that are arrays."""
 
     def call(
         q: Any, k: Any, v: Any, *, is_causal: bool = False, q_offset: Any = 0,
@@ -82,7 +85,7 @@ def flexible(function: Function) -> Function:
 
 
 def hooked(function: Function) -> Function:
-    """Call an attention function of transformers as its models do, and return (B, H, Lq, Dv)."""
+    """Adapt an attention function of transformers to take q, k, v and return (B, H, Lq, Dv)."""
 
     def call(q: Any, k: Any, v: Any, attention_mask: Any = None, **options: Any) -> Any:
         module = SimpleNamespace(

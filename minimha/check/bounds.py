@@ -1,7 +1,7 @@
-"""How much error is normal: bounds of rounding errors, and a test of one output against them.
+"""Compute bounds on the rounding error of attention, and test an output against them.
 
-``check`` computes its bounds in the same way, but allows more: sums whose roundings all go one way,
-and in 16 bits scores that are rounded too.
+The bounds of ``check`` are larger. There, all roundings of a sum may have the same sign and, in 16
+bits, scores may be rounded too.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ OPTIONS = (
 def error_bound(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, dtype: str | None = None, **options: Any
 ) -> tuple[Array, Array]:
-    """How far rounding may move each number of a right kernel that accumulates in float32.
+    """Return bounds on the rounding error of a correct kernel that accumulates in float32.
 
-    The kernel may round P, its exponentials or weights, once to the inputs' dtype. References
-    that round the scores too, or every step, may exceed these bounds.
+    The kernel may round P, its exponentials or weights, once to the inputs' dtype. References that
+    round the scores too, or every step, may exceed these bounds.
 
     Parameters
     ----------
     q, k, v : array_like
         As in ``minimha.attention``. They are rounded to ``dtype`` first.
     dtype : {"float32", "float16", "bfloat16"}, optional
-        The dtype of the kernel's inputs and output. Default is the dtype of ``q``, or float32 if
-        that is another one.
+        The dtype of the kernel's inputs and output. Default is the dtype of ``q`` if it is one of
+        these, else float32.
     **options
-        Options of ``minimha.attention`` that are no functions, except packed and paged sequences.
+        Options of ``minimha.attention``, except functions and packed or paged sequences.
 
     Returns
     -------
     output_bound : ndarray of the output's shape, float64
-        The largest difference from exact attention; NaN where that is NaN.
+        The largest difference from exact attention; NaN where exact attention is NaN.
     lse_bound : ndarray of shape (B, H, Lq), float64
-        The same for the log-sum-exp in float32.
+        The largest difference of a float32 log-sum-exp from the exact log-sum-exp.
 
     Raises
     ------
     TypeError, ValueError
-        As ``minimha.attention`` raises, or an option is not one of these.
+        As in ``minimha.attention``, and ValueError for an option that is not supported here.
 
     Notes
     -----
-    Let ε be 2⁻²⁴ and u half an eps of ``dtype``. Roundings of one sum are taken as independent: a
-    sum of n terms then has an error of at most s(n) = ε (2√n + 8) times the sum of magnitudes,
-    six standard deviations where all terms are equal. A worst case is n ε, which no kernel shows
-    on data of random signs, but a loop that adds thousands of equal numbers may.
+    Let ε be 2⁻²⁴ and u half an eps of ``dtype``. The roundings of a sum are taken as independent.
+    Then a sum of n terms has an error of at most s(n) = ε (2√n + 8) times the sum of magnitudes.
+    This is six standard deviations if all terms are equal. The worst case is n ε. No kernel shows
+    it on data of random signs, but a loop that adds thousands of equal numbers may.
 
     1. A score has an error δ ≤ s(D) |scale| Σ |q_d k_d| + 2ε |score|; a cap, a bias and ALiBi add a
        few ε of their magnitudes. δ multiplies a weight w by at most 1 + r, r = exp(δ) - 1.
@@ -68,14 +68,17 @@ def error_bound(
        √(Σ w r · Σ w r (v - o)²), by Cauchy and Schwarz, over 1 - Σ w r.
     3. exp, its sum, the division and W V add (2ε + s(Lk)) Σ w |v|, and the output's float32 2ε |o|.
     4. In 16 bits, P and the output are rounded once: u (Σ w |v| + |o|), and the smallest number
-       of ``dtype`` for what is below the normal numbers.
-    5. The log-sum-exp L has an error of Σ w r + ε (|L| + 1) + s(Lk).
+       of ``dtype`` for numbers below its normal range.
+    5. A kernel may compute weights as exp(s - L), with a log-sum-exp L that was rounded to float32.
+       Its error of 2ε |L| is common to a row's weights, and moves the output by 2ε |L| |o|. With
+       scores of 1000 this is the largest term.
+    6. The log-sum-exp L has an error of Σ w r + ε (|L| + 1) + s(Lk).
 
     Memory is about 100 bytes for each of B · H · Lq · Lk scores.
 
     References
     ----------
-    Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019, for step 0.
+    Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019, for s(n).
 
     Examples
     --------
@@ -99,14 +102,15 @@ def assert_close(
     Parameters
     ----------
     output : array_like
-        What a kernel returned for q, k and v. NaN and infinities must be those of exact attention.
+        A kernel's output for q, k and v. It must have NaN and infinities exactly where exact
+        attention has them.
     q, k, v, **options
         As in ``error_bound``.
     lse : array_like of shape (B, H, Lq), optional
-        The kernel's log-sum-exp. Default is not to compare it.
+        The kernel's log-sum-exp; by default it is not compared.
     dtype : {"float32", "float16", "bfloat16"}, optional
-        The dtype of the kernel's inputs. Default is the dtype of ``output``, or float32 if that is
-        another one.
+        The dtype of the kernel's inputs. Default is the dtype of ``output`` if it is one of these,
+        else float32.
 
     Raises
     ------
@@ -120,10 +124,9 @@ def assert_close(
     >>> from minimha.api import attention
     >>> x = np.eye(3, dtype=np.float32)
     >>> assert_close(attention(x, x, x), x, x, x)
-    >>> assert_close(attention(x, x, x, scale=1), x, x, x)
+    >>> assert_close(attention(x, x, x, scale=1), x, x, x)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    AssertionError: 9 of 9 numbers of the output exceed the bound; the worst is at index (0, 0): \
-got 0.576117, expected 0.471083 within 5.5e-07
+    AssertionError: 9 of 9 numbers of the output exceed the bound; the worst is at index ...
     """
     __tracebackhide__ = True  # pytest shows the caller's line
     got = numbers_of(output)
@@ -136,7 +139,7 @@ got 0.576117, expected 0.471083 within 5.5e-07
 def _bounded(
     q: Any, k: Any, v: Any, dtype: str | None, options: dict[str, Any]
 ) -> tuple[Array, Array, Array, Array]:
-    """Output, its bound, log-sum-exp and its bound, with as many axes as q has."""
+    """Return output, its bound, log-sum-exp and its bound, with as many axes as q has."""
     for name in options:
         choice("an option", name, OPTIONS)
     given = {name: numbers_of(a) for name, a in (("q", q), ("k", k), ("v", v))}

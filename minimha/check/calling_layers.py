@@ -1,4 +1,4 @@
-"""Calls a class of whole layers like a function; every call passes the matrices.
+"""Call a class of whole layers like a function; every call passes the matrices.
 
 A class that you wrote is called as ``Layer(W_q=…, W_k=…, W_v=…, W_o=…, num_heads=H)``. Problems may
 add ``num_kv_heads``, ``b_q`` to ``b_o``, ``rope_base`` and ``rope_interleaved``. An instance is
@@ -24,7 +24,7 @@ BIASES: tuple[str, ...] = ("b_q", "b_k", "b_v", "b_o")
 
 
 class LayerCaller(Caller):
-    """A class of layers and its calling conventions; parameters as in ``Caller``."""
+    """A checked class of layers, called by the conventions of ``speaks``; see ``Caller``."""
 
     def __init__(self, cls: Callable[..., Any], speaks: str, *settings: Any, **more: Any) -> None:
         super().__init__(function_of(cls, speaks), speaks, *settings, **more)
@@ -83,7 +83,7 @@ def _ours(cls: type[MultiHeadAttention]) -> Callable[..., Any]:
 
 
 def _torch(cls: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ``cls`` like torch.nn.MultiheadAttention: it loads a state dict; mask = True hides."""
+    """Call ``cls`` like torch.nn.MultiheadAttention: load a state dict; True in a mask hides."""
 
     def function(
         x: Any, chunks: Sequence[int] = (), is_causal: bool = False, attn_mask: Any = None,

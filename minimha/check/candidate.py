@@ -1,4 +1,4 @@
-"""Runs the checked function in a separate process, where a crash or a hang is an answer too."""
+"""Run the checked function in a separate process, where a crash or a hang is an answer too."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ class _Ended(Exception):  # noqa: N818
 class Candidate:
     """A function that runs in a separate process, restarted after a crash or a hang.
 
-    The process is a fresh interpreter, not a fork: it inherits none of our threads and locks. On
-    Linux its resident memory is watched, not its address space, much of which CUDA, JAX and torch
-    only reserve. ``settings`` are those of ``calling.Caller``, and ``is_layer`` for a class. The
-    first call raises a ValueError if the function cannot be found or imported.
+    The process is a fresh interpreter, not a fork: it inherits no threads or locks of this process.
+    On Linux its resident memory is limited. Its address space is not, because CUDA, JAX and torch
+    reserve much more than they use. ``settings`` are those of ``calling.Caller``, and ``is_layer``,
+    which is True for a class of layers. The first call raises ValueError if the function cannot be
+    found or imported.
     """
 
     def __init__(
@@ -70,7 +71,11 @@ class Candidate:
     def answers(
         self, problems: Iterable[Graded], progress: Callable[[str], None] = lambda doing: None
     ) -> list[Answer]:
-        """Ask all problems, in order, until ``GIVE_UP`` failures in all; return one answer each."""
+        """Return one answer per problem, in order.
+
+        After ``GIVE_UP`` failures in all, the remaining problems are not asked. ``progress``
+        receives the name of each problem.
+        """
         found: list[Answer] = []
         for problem in problems:
             if self.failures >= GIVE_UP:
@@ -84,7 +89,7 @@ class Candidate:
         return found
 
     def answer(self, problem: Mapping[str, Any]) -> Answer:
-        """The answer to one problem."""
+        """Return the answer to one problem, given as a dict of arguments."""
         if self._process is None:
             self._process = self._started()
         process = self._process
@@ -121,7 +126,7 @@ class Candidate:
 
 
 class _Process:
-    """One process and its two output streams."""
+    """A process with a checked function, and its two output streams."""
 
     def __init__(self, settings: Mapping[str, Any], memory: int) -> None:
         path = [place or os.getcwd() for place in sys.path]
@@ -172,7 +177,7 @@ class _Process:
             raise _Ended("crashes", UNREADABLE if record == {} else self._how_it_ended())
 
     def resident(self) -> int:
-        """Bytes of resident memory; 0 if the system does not report it."""
+        """Return the bytes of resident memory, or 0 if the system does not report them."""
         with suppress(OSError, ValueError, IndexError, AttributeError):
             pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
             return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -1,8 +1,8 @@
-"""Writes problems as files for any language, and reads answers that were computed elsewhere.
+"""Write problems as files for any language, and read answers that were computed elsewhere.
 
 Each problem is an npz file with q, k, v and options; ``problems.json`` lists all files. An answer
-is an array ``output``, and an array ``lse`` if the problem asks for it. They are in a file
-``NAME.out.npz`` for each problem, or are ``NAME.output`` and ``NAME.lse`` in one npz file. To
+is an array ``output``, and an array ``lse`` if the problem asks for it. Answers are in one file
+``NAME.out.npz`` per problem, or are arrays ``NAME.output`` and ``NAME.lse`` in one npz file. To
 refuse a problem, answer with an array ``refused``, a single True.
 """
 
@@ -30,7 +30,7 @@ REFUSED = "refused"
 
 
 def names_of(problems: Sequence[Graded]) -> list[str]:
-    """The problems' file names without extension, such as ``01_one_head``."""
+    """Return the problems' file names without extension, such as ``01_one_head``."""
     return [
         f"{n:02}_{re.sub('[^a-z0-9]+', '_', problem.name.lower()).strip('_')}"
         for n, problem in enumerate(problems, 1)
@@ -38,7 +38,7 @@ def names_of(problems: Sequence[Graded]) -> list[str]:
 
 
 def files_of(problems: Sequence[Graded], dtype: str) -> dict[str, str | bytes]:
-    """Map file names to contents: each problem as an npz file, and a JSON list of all."""
+    """Map file names to contents: each problem as an npz file, and ``problems.json``."""
     files: dict[str, str | bytes] = {}
     listed = []
     for name, problem in zip(names_of(problems), problems, strict=True):
@@ -63,7 +63,7 @@ def files_of(problems: Sequence[Graded], dtype: str) -> dict[str, str | bytes]:
 
 
 def digest(problems: Sequence[Graded]) -> str:
-    """A hash of the problems, 16 hexadecimal digits."""
+    """Return a hash of the problems, as 16 hexadecimal digits."""
     found = hashlib.sha256()
     for name, problem in zip(names_of(problems), problems, strict=True):
         found.update(name.encode())
@@ -73,7 +73,10 @@ def digest(problems: Sequence[Graded]) -> str:
 
 
 def check_names(found: Iterable[str], problems: Sequence[Graded], where: str) -> None:
-    """Refuse array names that answer none of the problems, before the arrays are read."""
+    """Raise ValueError if ``found`` has a name that is not that of an answer to a problem.
+
+    ``where`` is the source of the names, for the message.
+    """
     names = names_of(problems)
     expected = {f"{name}.{part}" for name in names for part in (*PARTS, REFUSED)}
     for name in found:
@@ -87,7 +90,7 @@ def check_names(found: Iterable[str], problems: Sequence[Graded], where: str) ->
 def answers_of(
     arrays: Mapping[str, Array], problems: Sequence[Graded], where: str, dtype: str
 ) -> list[Answer]:
-    """Answers from arrays with names ``NAME.output`` and ``NAME.lse``."""
+    """Convert arrays ``NAME.output`` and ``NAME.lse`` to one answer per problem."""
     names = names_of(problems)
     if not arrays:
         raise ValueError(f"{where} holds no answers: expected arrays such as {names[0]}.output")
@@ -97,7 +100,7 @@ def answers_of(
 
 
 def check_manifest(text: str, problems: Sequence[Graded], where: str, dtype: str) -> None:
-    """Refuse a folder whose problems have another dtype or are from another version."""
+    """Raise ValueError if ``text``, a ``problems.json``, lists other problems or another dtype."""
     try:
         manifest = json.loads(text)
         other, found = manifest["dtype"], manifest["digest"]

@@ -1,8 +1,9 @@
-"""Find a deviation's unusual value, such as a fill of -7 or a block of 40 keys, in the weights.
+"""Find values of a bug that the catalogue lacks, such as a block of 40 keys, in the weights.
 
 With V = I the output is the weights A. If hidden keys keep a weight, log A of a hidden key minus
-that of a visible one is the difference of their scores, which gives the fill. Block sizes are
-tried one by one on the problem with many keys, which shows each differently.
+that of a visible one is the difference of their scores. This gives the number that fills hidden
+scores. Block sizes are tried one by one on the problem with many keys, where each size gives
+different weights.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ FEW = 12  # the most block sizes that are returned for one deviation
 
 
 def fitted(problems: Sequence[Graded], answers: Sequence[Answer]) -> list[Item]:
-    """Deviations with values that the answers show and the catalogue lacks."""
+    """Return deviations with values that the answers show and the catalogue lacks."""
     weights = Weights(problems, answers)
     with np.errstate(all="ignore"):
         return [*dict.fromkeys(_fills(weights)), *_blocks(weights)]
 
 
 def _scale(weights: Weights, name: str, x: Prepared) -> float:
-    """The scale, read from the weights in problem ``name``; the right one if they show none."""
+    """Return the scale that the weights in problem ``name`` show, or else the right scale."""
     found = weights[name]
     line = readings.line(*found) if found else None
     return line[0] if line else x.problem.scale

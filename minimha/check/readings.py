@@ -1,9 +1,9 @@
-"""Reads facts from answers that no known deviation explains.
+"""Read facts, such as the scale, from answers that no known deviation explains.
 
-With V = I the output is the weights. The logarithms of a row's weights are linear in its products
-q · k, and the slope is the scale. Weights that are not 0 show which keys are visible. If some
-weights are 0 and the others too large by one common factor, they show dropout. The median error
-shows how many bits the arithmetic keeps.
+With V = I the output is the weights. The logarithms of a row's weights are linear in its products q
+· k, and the slope is the scale. Weights that are not 0 show which keys are visible. If some weights
+are 0 and the others too large by one common factor, they show dropout. The median error shows how
+many bits the arithmetic keeps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LARGER = 1.005  # the least factor by which weights count as too large
 
 @dataclass(frozen=True)
 class Reading:
-    """A number or a fact that the answers show; ``fit`` is R², at most 1."""
+    """A number or a fact that the answers show; ``fit`` is R² of the fitted line, else 1."""
 
     name: str
     value: str
@@ -36,7 +36,7 @@ class Reading:
 
 
 class Weights:
-    """A function's weights on the problems with V = I, (B, H, Lq, Lk) each."""
+    """The attention weights of a function, (B, H, Lq, Lk), on each problem with V = I."""
 
     def __init__(self, problems: Sequence[Graded], answers: Sequence[Answer]) -> None:
         self.found: dict[str, tuple[Graded, Array]] = {}
@@ -52,7 +52,7 @@ class Weights:
 
 
 def read(problems: Sequence[Graded], answers: Sequence[Answer]) -> list[Reading]:
-    """All readings, most informative first."""
+    """Return all facts that the answers show, most informative first."""
     weights = Weights(problems, answers)
     is_random = any("not_deterministic" in answer.faults for answer in answers)
     readings = [
@@ -63,7 +63,11 @@ def read(problems: Sequence[Graded], answers: Sequence[Answer]) -> list[Reading]
 
 
 def scale(weights: Weights) -> Reading | None:
-    """The scale, in the form that fits both problems with V = I, such as 1/sqrt(D)."""
+    """Return the scale, in a form that fits all problems with V = I, such as 1/sqrt(D).
+
+    If no form fits, it is a multiple of 1/sqrt(D) that fits the first problem. Returns None if the
+    log-weights of no problem lie on a line.
+    """
     slopes = []
     for name in ("weights", "weights of two heads"):
         found = weights[name]
@@ -100,7 +104,10 @@ def _times(factor: float, form: str) -> str:
 
 
 def line(problem: Graded, A: Array) -> tuple[float, float] | None:
-    """Fit a line to log-weights over products q · k: slope and R², or None if R² is small."""
+    """Fit a line to log-weights over products q · k: return its slope and R², or None.
+
+    None means that R² is small, or that a weight is 0 or not finite.
+    """
     q, k = (np.asarray(problem.arguments[n], np.float64) for n in "qk")
     S = q @ k.swapaxes(-1, -2)
     if not ((A > 0) & np.isfinite(A)).all():
@@ -113,10 +120,10 @@ def line(problem: Graded, A: Array) -> tuple[float, float] | None:
 
 
 def dropout(weights: Weights, is_random: bool) -> Reading | None:
-    """The share of weights that dropout set to 0, if the others grew by one common factor.
+    """Return the share of weights that dropout set to 0, or None if no zeros come from dropout.
 
-    If that factor is about 1, zeros count as dropout only if two runs differed (``is_random``).
-    If not, keys may be lost.
+    The other weights must be too large by one common factor. If that factor is about 1, zeros count
+    as dropout only if two runs differed (``is_random``): zeros that stay the same may be lost keys.
     """
     found = weights["weights"], weights["weights of two heads"], weights[f"weights of {MANY} keys"]
     zeros = count = 0
@@ -147,7 +154,7 @@ def _right_weights(problem: Graded) -> Array:
 
 
 def lost_keys(weights: Weights) -> Reading | None:
-    """Keys that get no weight, as at a tile's edge or in a dropped last block."""
+    """Return the keys that no query gives weight, as in a dropped last block; None without any."""
     found = weights[f"weights of {MANY} keys"]
     if found is None or not np.isfinite(found[1]).all():
         return None
@@ -159,14 +166,14 @@ def lost_keys(weights: Weights) -> Reading | None:
 
 
 def _ranges(numbers: Array) -> str:
-    """``0, 16-18`` for 0, 16, 17, 18; at most six ranges."""
+    """Return text such as ``0, 16-18`` for 0, 16, 17, 18, with at most six ranges."""
     groups = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     texts = [f"{g[0]}" if len(g) == 1 else f"{g[0]}-{g[-1]}" for g in groups]
     return ", ".join(texts[:6]) + (" …" if len(texts) > 6 else "")
 
 
 def visibility(weights: Weights) -> list[Reading]:
-    """Which keys query i sees under causality or a window, if one rule describes them."""
+    """Return which keys query i sees under causality or a window, if one rule describes them."""
     readings = []
     for name, (problem, A) in weights.found.items():
         if not {"is_causal", "window_size"} & set(problem.options) or not np.isfinite(A).all():
@@ -180,7 +187,7 @@ def visibility(weights: Weights) -> list[Reading]:
 
 
 def _band(visible: Array) -> str | None:
-    """A rule for the visible keys such as ``i - 2 <= j <= i + 1``; None if no rule fits."""
+    """Return a rule for the visible keys such as ``i - 2 <= j <= i + 1``; None if no rule fits."""
     Lq, Lk = visible.shape
     i, j = np.indices(visible.shape)
     if not visible.any():
@@ -199,7 +206,10 @@ def _shifted(by: int) -> str:
 
 
 def precision(errors: Sequence[tuple[float, float]]) -> tuple[Reading, ...]:
-    """Read how many bits the median answer keeps; ``errors`` has pairs (error, size of output)."""
+    """Return how many bits the median answer keeps, as a tuple of at most one reading.
+
+    ``errors`` has pairs (error, size of output).
+    """
     relative = [error / size for error, size in errors if size > 0 and 0 < error < 0.05 * size]
     if not relative or len(relative) < len(errors) / 2:
         return ()

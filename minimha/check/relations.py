@@ -1,8 +1,8 @@
-"""Relations that hold for any attention, in all conventions.
+"""Test relations between answers that hold for any attention, in all conventions.
 
-Each compares a function's answers with each other, and needs no list of known bugs: the weights of
-a row sum to 1; the output is linear in V; neither the order of the keys nor a constant added to a
-row's scores matters; parts merged by their log-sum-exp equal the whole.
+A relation compares a function's answers with each other, and needs no list of known bugs. The
+weights of a row sum to 1. The output is linear in V. Neither the order of the keys nor a constant
+added to a row's scores matters. Parts merged by their log-sum-exp equal the whole.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Array = NDArray[Any]
 
 
 def broken(answers: Mapping[str, Answer], tolerance: float) -> dict[str, str]:
-    """Each broken relation with a sentence of evidence; ``answers`` is keyed by problem name.
+    """Return the relations that the answers break, each with a sentence of evidence.
 
-    ``tolerance`` is the largest difference, relative to the largest output, due to rounding.
+    ``answers`` are keyed by the names of problems. ``tolerance`` is the largest difference,
+    relative to the largest output, that rounding explains.
     """
     outputs = {name: a.output for name, a in answers.items() if a.output is not None}
     whole = outputs.get("one head")
@@ -55,7 +56,7 @@ def broken(answers: Mapping[str, Answer], tolerance: float) -> dict[str, str]:
 
 
 def _difference(got: Array | None, wanted: Array) -> float:
-    """The largest absolute difference; 0 if an answer is missing or has another shape."""
+    """Return the largest absolute difference, or 0 if an answer is missing or has another shape."""
     if got is None or got.shape != wanted.shape:
         return 0.0
     difference = abs(got - wanted)
@@ -63,7 +64,7 @@ def _difference(got: Array | None, wanted: Array) -> float:
 
 
 def _merged(answers: Mapping[str, Answer]) -> Array | None:
-    """The output for all keys, merged from those for the first three and for the last four."""
+    """Return the output for all keys, merged from those for the first three and the last four."""
     pairs = [
         (np.asarray(answer.lse, np.float64), np.asarray(answer.output, np.float64))
         for answer in map(answers.get, ("first three keys", "last four keys"))

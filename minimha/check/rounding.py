@@ -1,4 +1,4 @@
-"""Rounds numbers to fewer bits than float64 has, and sums with rounding at each step."""
+"""Round numbers to fewer bits than float64 has, and sum with rounding at each step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def rounded(x: Array, bits: int, exponent: int = 128) -> Array:
 
 
 def format_of(arrays: Iterable[Array]) -> str | None:
-    """The coarsest format that holds every number; None if none does, or if far fewer bits suffice.
+    """Return the coarsest format that holds every number exactly, "bfloat16" or "float16".
+
+    Returns None if neither does, or if far fewer bits suffice.
 
     >>> format_of([np.array([0.0999755859375, 3.0])])
     'float16'
@@ -47,7 +49,7 @@ def format_of(arrays: Iterable[Array]) -> str | None:
 
 
 def accumulated(terms: Array, bits: int) -> Array:
-    """The sum along the last axis, rounded to ``bits`` bits after every addition.
+    """Return the sum along the last axis, rounded to ``bits`` bits after every addition.
 
     >>> float(accumulated(np.ones(4096), 11))
     2048.0

@@ -1,4 +1,4 @@
-"""Finds a function or class by its location: ``mykernel.py:attention``, ``package:name``."""
+"""Import a function or class by its location, such as ``mykernel.py:attention``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 
 def split(target: str) -> tuple[str, str]:
     """Split ``target`` into a file or module, and a name in it.
+
+    Raises ValueError if ``target`` has another form or the file does not exist.
 
     >>> split("torch.nn.functional:scaled_dot_product_attention")
     ('torch.nn.functional', 'scaled_dot_product_attention')
@@ -34,7 +36,7 @@ def split(target: str) -> tuple[str, str]:
 
 
 def load(target: str) -> Any:
-    """Import the module of ``target`` and return the function or class."""
+    """Import a function or class by its location; raise ValueError if that fails."""
     where, name = split(target)
     try:
         module = _file(Path(where)) if where.endswith(".py") or os.sep in where else _module(where)
@@ -73,7 +75,7 @@ def _file(path: Path) -> ModuleType:
 
 
 def _place(error: BaseException, where: str) -> str:
-    """The error as text, with the line of the file ``where`` that raised it, if any."""
+    """Return the error as text, with the line of the file ``where`` that raised it, if any."""
     words = " ".join(f"{type(error).__name__}: {error}".split())
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == os.path.abspath(where)]

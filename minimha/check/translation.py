@@ -1,8 +1,8 @@
-"""Translates a problem into another library's call: its layout, its argument names, its masks.
+"""Translate a problem into another library's call: its layout, argument names and masks.
 
 An option that the library lacks is refused. An option that has another meaning there is passed
-anyway, as an unsuspecting user would do, and the report describes the effect.
-``minimha.dialects`` translates in the other direction; the tests of this module call it.
+anyway, as an unsuspecting user would do, and the report describes the effect. ``minimha.dialects``
+translates in the other direction; the tests of this module call it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Options = dict[str, Any]
 
 
 class Refused(Exception):  # noqa: N818
-    """The library has no such option."""
+    """Raised if a library lacks an option that a problem needs."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The calling conventions of one library's attention."""
+    """The calling conventions of the attention function of one library."""
 
     arrays: str  # the library whose arrays it usually takes
     heads_first: bool  # (B, H, L, D) rather than (B, L, H, D)
@@ -47,11 +47,12 @@ class Dialect:
 def translated(
     speaks: str, arguments: Mapping[str, Any], *, wants_lse: bool
 ) -> tuple[list[Array], Options]:
-    """The positional and the keyword arguments of a call, in the dialect ``speaks``.
+    """Return the positional and the keyword arguments of a call, in the dialect ``speaks``.
 
     ``arguments`` are q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv) and options of
-    ``minimha.attention``. The log-sum-exp is requested if ``wants_lse``, the problem asks for it
-    and the dialect can return it. ``Refused`` names the options that the dialect lacks.
+    ``minimha.attention``. The log-sum-exp is requested if ``wants_lse`` is true, ``return_lse`` is
+    among the arguments and true, and the dialect can return it. Raises ``Refused``, with the names
+    of options that the dialect lacks.
 
     >>> x = np.zeros((1, 1, 2, 3))
     >>> translated("jax", {"q": x, "k": x, "v": x, "is_causal": True}, wants_lse=False)[1]
@@ -81,7 +82,10 @@ def translated(
 def expected_shapes(
     speaks: str, q: Array, v: Array
 ) -> tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]:
-    """Letters and sizes of the output and of the log-sum-exp, in the dialect's order of axes."""
+    """Return the axes and the shape of the output and of the log-sum-exp in the dialect ``speaks``.
+
+    Each is a pair such as ("(B, Lq, H, Dv)", (1, 5, 2, 4)).
+    """
     dialect = DIALECTS[speaks]
     (B, H, Lq, _), Dv = q.shape, v.shape[-1]
     output = (
@@ -94,7 +98,10 @@ def expected_shapes(
 
 
 def heads_first(speaks: str, output: Array, lse: Array | None) -> tuple[Array, Array | None]:
-    """Output and log-sum-exp in minimha's order of axes; unchanged if axes are missing."""
+    """Move the axes of a dialect's output and log-sum-exp to minimha's order, (B, H, Lq, Dv).
+
+    Arrays with other numbers of axes are returned unchanged.
+    """
     dialect = DIALECTS[speaks]
     if not dialect.heads_first and output.ndim == 4:
         output = output.swapaxes(1, 2)
@@ -158,7 +165,7 @@ def _flash_attention(q: Array, k: Array, v: Array, options: Options) -> Options:
 
 
 def _flash_words(options: Options) -> Options:
-    """The arguments that all functions of flash-attention share."""
+    """Return the arguments that all functions of flash-attention share."""
     keywords: Options = {"causal": True} if _causal(options) else {}
     if "window_size" in options:
         keywords["window_size"] = tuple(-1 if s is None else s for s in options.pop("window_size"))
@@ -168,7 +175,7 @@ def _flash_words(options: Options) -> Options:
 
 
 def _flash_lengths(q: Array, k: Array, options: Options) -> Array:
-    """Each batch entry's number of keys; ``Refused`` if its last query is not at its last key."""
+    """Return each batch entry's number of keys; its last query must be at its last key."""
     is_given = "kv_lengths" in options
     lengths = np.broadcast_to(options.pop("kv_lengths", k.shape[2]), len(q)).astype(np.int32)
     placed = {"window_size", "alibi_slopes", *(["is_causal"] if is_given else [])}
@@ -257,7 +264,7 @@ def _onnx(q: Array, k: Array, v: Array, options: Options) -> Options:
 
 
 def _hidden(bias: Array, mask: Array) -> Array:
-    """``bias``, with -inf where the mask is False."""
+    """Return ``bias`` with -inf where the mask is False."""
     return np.where(mask, bias, bias.dtype.type(-np.inf))
 
 

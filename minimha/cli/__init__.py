@@ -1,4 +1,4 @@
-"""Run the command line: one module per command. No other package prints."""
+"""Run the command line: each command is a module, and no other package prints."""
 
 import argparse
 import codecs
@@ -34,8 +34,8 @@ LONGEST_ERROR = 2000  # characters
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    The status is 0 for success, 1 if ``check`` finds a bug or ``--answer`` a wrong number, 2 after
-    an error message, and 130 after Ctrl-C.
+    The status is 0 for success. It is 1 if ``check`` finds a bug, or if the numbers of ``--answer``
+    are wrong. It is 2 after an error message, and 130 after Ctrl-C.
     """
     status = 0
     codecs.register_error("spelled", spelled)
@@ -83,18 +83,18 @@ def _refuse(sentence: str) -> int:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirect ``stream`` to the null device, so that flushing it at exit does not fail again."""
+    """Redirect ``stream`` to the null device, so that flushing at exit does not fail again."""
     with suppress(OSError, ValueError):  # a test's stream has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` whose errors are one sentence, without a page of usage."""
+    """An ``ArgumentParser`` that reports an error in one sentence, without a page of usage."""
 
     given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments like argparse, but report unknown options before any other error."""
+        """Parse the arguments as argparse does, but report unknown options before other errors."""
         self.given = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:
             options = [word.partition("=")[0] for word in self.given if word.startswith("--")]
@@ -132,9 +132,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return a command-line parser; it stores the chosen command's function as ``args.run``.
+    """Return a command-line parser, which stores the chosen command's function as ``args.run``.
 
-    If ``words`` begin with a command, only that command is imported and added.
+    ``words`` are the words of the command line. If the first is a command, the parser has only that
+    command, and imports no other.
     """
     parser = Parser(prog="minimha", description="Every number of attention, step by step.")
     parser.add_argument("--version", action="version", version=f"minimha {__version__}")

@@ -1,4 +1,4 @@
-"""Add arguments that several commands share, and convert their values."""
+"""Define arguments that commands have in common, and convert their values."""
 
 import argparse
 import math
@@ -31,7 +31,11 @@ def number(text: str) -> float:
 
 
 def integer(text: str) -> int:
-    """Convert ``text`` to an int; ValueError for what only Python reads as one, such as ``1_0``."""
+    """Convert ``text`` to an int.
+
+    A typographic minus is accepted. Raises ValueError for other text, and for text that only Python
+    reads as an int, such as ``1_0``.
+    """
     text = text.replace("−", "-")
     if not text.isascii() or "_" in text:
         raise ValueError
@@ -39,7 +43,7 @@ def integer(text: str) -> int:
 
 
 def check_step(what: str, *sizes: int, largest: int = LARGEST_STEP) -> None:
-    """Raise ValueError if ``what``, an array of these ``sizes``, exceeds ``largest`` numbers."""
+    """Raise ValueError if an array of ``sizes``, called ``what``, is larger than ``largest``."""
     total = math.prod(sizes)
     if total > largest:
         size = " × ".join(str(n) for n in sizes)
@@ -50,7 +54,7 @@ def check_step(what: str, *sizes: int, largest: int = LARGEST_STEP) -> None:
 
 
 def check_sizes(example: Example, num_heads: int, d_model: int) -> None:
-    """Raise ValueError if matrices of the example are too large to be kept and shown."""
+    """Raise ValueError if the example's matrices are too large to be kept and shown."""
     queries, keys = (len(example.labels.get(axis, ())) for axis in ("Lq", "Lk"))
     check_step("W_q", d_model, d_model)
     check_step("x", max(queries, keys), d_model)
@@ -58,7 +62,7 @@ def check_sizes(example: Example, num_heads: int, d_model: int) -> None:
 
 
 def real(text: str) -> float:
-    """Convert ``text`` to a float; argparse shows the error for any other text."""
+    """Convert ``text`` to a float for argparse, with an error that argparse can show."""
     try:
         return number(text)
     except ValueError:

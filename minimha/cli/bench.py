@@ -22,7 +22,7 @@ from minimha.explain.result import Result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's description and arguments."""
+    """Add the description and the arguments of ``bench`` to its parser."""
     parser.description = (
         "Time minimha's CPU kernels beside NumPy and, where they are installed "
         "(pip install 'minimha[bench]'), torch and onnxruntime. A candidate whose numbers are "
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure the speed of attention for each problem size (shape), and show one table each."""
+    """Measure the speed of attention for each problem size, and show a table per size."""
     from minimha.bench import cpu as bench
     from minimha.bench import shapes as known
     from minimha.bench.report import as_json, as_rows
@@ -109,7 +109,12 @@ def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str,
 
 
 def as_result(report: Any) -> Result:
-    """Return the report as bar charts: other libraries' times in units of minimha's, or speeds."""
+    """Convert a report to bar charts.
+
+    There is one chart with a bar for each shape: the time of the fastest other library, divided by
+    minimha's time. If no other library was timed, there is a chart for each shape, with a bar for
+    the speed of each candidate.
+    """
     from minimha.bench.report import best_peers, digits, geometric_mean, machine_line
 
     timed = [record for record in report.records if record.runs]

@@ -9,7 +9,7 @@ from minimha.examples import DOCUMENTS, EXAMPLES, Example, sentences, translatio
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's description and arguments."""
+    """Add the description and the arguments of ``example`` to its parser."""
     parser.description = (
         "Show every matrix of a worked example: one by name, as 'examples' lists them "
         "(a document's example has the numbers that the document prints beside its own), or a "

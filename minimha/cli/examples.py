@@ -7,7 +7,7 @@ from minimha.examples import EXAMPLES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's description and arguments."""
+    """Add the description and the arguments of ``examples`` to its parser."""
     parser.description = (
         "List the worked examples. An example with a document's number reproduces that "
         "document's numbers. The documents are five texts that teach attention: 000, 001 and 002, "
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """List the worked examples."""
+    """Show a table of the worked examples."""
     keys = "name", "document", "title", "source", "sentence", "left_out"
     exact = [{key: getattr(EXAMPLES[name], key) for key in keys} for name in EXAMPLES]
     rows = [

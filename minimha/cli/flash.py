@@ -10,7 +10,7 @@ LARGEST_GRID = 2**12  # blocks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's description and arguments."""
+    """Add the description and the arguments of ``flash`` to its parser."""
     parser.description = (
         "One head over a sentence: first with whole matrices, then in blocks, with "
         "what is loaded and what m, l and O are after each."

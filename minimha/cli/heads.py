@@ -34,7 +34,7 @@ WORDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's description and arguments."""
+    """Add the description and the arguments of ``heads`` to its parser."""
     parser.description = (
         "Find what each head of a model does: the mean share of a query's attention "
         "that goes to the keys of a pattern, over a set of sentences. Beside it stands the share "
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Show a heatmap: the share of attention that each head gives to each kind of key."""
+    """Show, for each pattern of keys, the share of attention that each head gives to these keys."""
     kind = format_of(args)
     model, sentences = models.load(args), models.sentences(args)
     with render.progress(sys.stderr, len(sentences)) as progress, argument_names(ids="a sentence"):

@@ -11,7 +11,7 @@ from minimha.explain import render
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's description and arguments."""
+    """Add the description and the arguments of ``lab`` to its parser."""
     parser.description = (
         "Run an experiment and show its tables, its figures and the sentence that "
         "follows from the numbers. Without a name, list the experiments."

@@ -1,4 +1,7 @@
-"""Delivers what a command shows: its format, limits for readers, and an atomic ``--output``."""
+"""Print a command's result or write it to ``--output``, in the requested format.
+
+Text for readers is limited in size. A file is written whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ IN_USE = ".minimha-new"  # in a folder while a process writes into it
 
 
 def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> None:
-    """Add ``--format``, ``--output`` and ``--force``, for a command with these ``formats``."""
+    """Add ``--format``, with the choices ``formats``, ``--output`` and ``--force`` to a command."""
     what, output = KINDS[formats], "write a file"
     if formats is TRACE_FORMATS:
         output = "write a file; csv writes a folder of steps"
@@ -63,7 +66,7 @@ def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> Non
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose steps, show them and write them to a file."""
+    """Add the options that choose the steps of a trace, show them and write them to a file."""
     add = parser.add_argument
     which = "show this step only, by its name or heading, or heatmap or picks (may be repeated)"
     add("--only", action="append", default=[], metavar="STEP", help=which)
@@ -84,8 +87,9 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
 def deliver(args: argparse.Namespace, trace: Trace) -> int:
     """Print ``trace`` in the requested format, or write it to ``--output``.
 
-    With ``--hide`` it is a worksheet, and ``--output`` gets its key beside it. Return the exit
-    status: 1 if ``--answer`` lacks a number or has a wrong one, else 0.
+    With ``--hide``, the trace becomes a worksheet, and ``--output`` also writes a file of answers.
+    With ``--answer``, print a table of the reader's numbers. Return the exit status: 1 if
+    ``--answer`` lacks a number or has a wrong one, else 0.
     """
     kind = format_of(args)
     if args.answer is not None:
@@ -143,8 +147,9 @@ def deliver_table(
 ) -> None:
     """Print a table in the requested format, or write it to ``--output``.
 
-    ``records`` are its rows, which have the same keys. If given, ``titled`` maps titles to the
-    rows of tables that text shows instead, and ``exact`` is what JSON contains instead.
+    ``records`` are the rows, which have the same keys. If ``titled`` is given, text shows its
+    tables in place of ``records``; it maps titles to rows. If ``exact`` is given, JSON has it in
+    place of ``records``.
     """
     kind = format_of(args)
     if kind == "text" and titled is not None:
@@ -174,7 +179,7 @@ def deliver_result(args: argparse.Namespace, result: Result) -> None:
 
 
 def grouped(records: list[dict[str, str]], key: str) -> dict[str, list[dict[str, str]]]:
-    """Map each value of ``key`` to the records with that value, returned without ``key``."""
+    """Return a dictionary from each value of ``key`` to its records, without ``key`` in them."""
     found: dict[str, list[dict[str, str]]] = {}
     for record in records:
         rest = {name: value for name, value in record.items() if name != key}
@@ -183,14 +188,17 @@ def grouped(records: list[dict[str, str]], key: str) -> dict[str, list[dict[str,
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Refuse a format or an ``--output`` that cannot be written, before a long computation."""
+    """Raise ValueError, before a long computation, if the result could not be written."""
     format_of(args)
     if args.output:
         check_free(args.output, force=args.force)
 
 
 def format_of(args: argparse.Namespace) -> str:
-    """Return the format that ``--format`` names, or else the ending of ``--output``."""
+    """Return the format that ``--format`` or the ending of ``--output`` names, by default text.
+
+    Raise ValueError if the command lacks the format, or if it needs ``--output``.
+    """
     is_trace = args.formats is TRACE_FORMATS
     kind = asked_format(args)
     is_folder = is_trace and kind == "csv"  # whose name has no ending
@@ -208,7 +216,10 @@ def format_of(args: argparse.Namespace) -> str:
 
 
 def asked_format(args: argparse.Namespace) -> str:
-    """Return the format asked for, whether the command has it or not; empty for none."""
+    """Return the format that ``--format`` or the ending of ``--output`` names, by default "text".
+
+    The command may lack this format. Return "" for an unknown ending.
+    """
     ending = os.path.splitext(args.output or "")[1].lower()
     return args.format or ENDINGS.get(ending, "")
 
@@ -225,12 +236,12 @@ def _show(args: argparse.Namespace, as_text: Callable[[int | None, str], Any]) -
 
 
 def _encoding(args: argparse.Namespace) -> str:
-    """The encoding of the output stream."""
+    """Return the encoding of the output stream."""
     return "utf-8" if args.output is not None else sys.stdout.encoding or "utf-8"
 
 
 def put(args: argparse.Namespace, content: str | bytes | dict[str, str]) -> None:
-    """Print the content or write it to ``--output``; a dictionary is a folder of files."""
+    """Print ``content`` or write it to ``--output``; a dictionary becomes a folder of files."""
     if args.output is None:
         print(content, end="")
         return
@@ -242,7 +253,7 @@ def put(args: argparse.Namespace, content: str | bytes | dict[str, str]) -> None
 
 
 def _check_readable(trace: Trace) -> None:
-    """Refuse to print what is too large to read."""
+    """Raise ValueError if a step, or all steps together, are too large to read."""
     steps = trace.shown
     instead = (
         "export it with --format json, npz or csv and --output PATH, or choose a smaller step "
@@ -263,7 +274,7 @@ def _check_readable(trace: Trace) -> None:
 
 
 def check_free(name: str, *, force: bool) -> None:
-    """Refuse the name of a file that cannot be written."""
+    """Raise ValueError if the file ``name`` cannot be written, or exists and ``force`` is False."""
     _target(name)
     with _in_a_sentence(name):
         found = _status(name or os.curdir)
@@ -280,9 +291,9 @@ def check_free(name: str, *, force: bool) -> None:
 def write_file(name: str, content: bytes, *, force: bool) -> None:
     """Write ``content`` to the file ``name``, whole or not at all; follow a symbolic link.
 
-    A replaced file keeps its mode and owner. A file with hard links is overwritten in place,
-    to keep the links; only this write can be cut short. If several processes write one new file
-    without ``force``, all but one get a ValueError.
+    A replaced file keeps its mode and owner. A file with several hard links is overwritten in
+    place, to keep the links, and only then can an interruption leave part of a file. If several
+    processes write the same new file without ``force``, all but one get a ValueError.
     """
     check_free(name, force=force)
     path = _target(name)
@@ -295,10 +306,10 @@ def write_file(name: str, content: bytes, *, force: bool) -> None:
 
 
 def write_folder(name: str, files: Mapping[str, str | bytes], *, force: bool) -> None:
-    """Write every file into the folder ``name``, which is created if its parent exists.
+    """Write ``files`` into the folder ``name``, which is created if its parent exists.
 
-    Other files in the folder stay. A folder is refused if it holds steps of another run, or if
-    another process is writing into it.
+    Other files in the folder stay. Raises ValueError if the folder holds steps of another run, or
+    if another process is writing into it.
     """
     path = _target(name)
     contents = {f: c if isinstance(c, bytes) else c.encode() for f, c in files.items()}
@@ -377,7 +388,7 @@ def _status(path: str | Path) -> os.stat_result | None:
 
 
 def _target(name: str) -> Path:
-    """The path that ``name`` leads to, through any symbolic links."""
+    """Return the path that ``name`` leads to, through any symbolic links."""
     path = Path(os.path.realpath(name))
     if not path.parent.is_dir():
         raise ValueError(
@@ -423,7 +434,7 @@ def _undisturbed() -> Iterator[None]:
 
 @contextmanager
 def _in_a_sentence(name: str) -> Iterator[None]:
-    """Turn the system's errors into errors of ``--output``."""
+    """Convert the system's errors to errors about ``--output``."""
     try:
         yield
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Open a problem in a zarr store that may exceed memory, and compute it on a cluster."""
+"""Open a problem in a zarr store that may exceed memory, and compute its output on a cluster."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ CODECS = {
 
 
 def open_problem(name: str) -> dict[str, Any]:
-    """Return the arguments of ``attention`` in a zarr store; k and v are not read into memory.
+    """Return the arguments of ``attention`` that a zarr store holds; k and v stay on disk.
 
     The store is a group of the arrays q, k, v and other options; scalar options are attributes.
+    Raises ValueError if it cannot be read.
     """
     try:
         import zarr
@@ -54,7 +55,11 @@ def open_problem(name: str) -> dict[str, Any]:
 
 
 def on_cluster(address: str, problem: dict[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return output and log-sum-exp from a dask cluster whose workers can open the same store."""
+    """Return output and log-sum-exp, computed on the dask cluster at ``address``.
+
+    The cluster's workers must be able to read the store. Raise ValueError if dask is not installed,
+    or if the cluster cannot be reached or has no workers.
+    """
     try:
         from distributed import Client
 

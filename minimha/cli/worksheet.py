@@ -1,4 +1,4 @@
-"""``--answer``: checks a filled worksheet, number by number."""
+"""Check a filled worksheet, number by number: the option ``--answer``."""
 
 import argparse
 import re
@@ -22,11 +22,11 @@ FATES = {
 
 
 def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Records]:
-    """Return a title, the wrong numbers and all numbers of ``--answer``.
+    """Return a title, the records of the wrong numbers, and the records of all numbers.
 
-    The file holds the step that ``--hide`` names, its heads below each other, with or without
-    titles and labels. A number is right if the exact one, rounded to n decimals, equals it; n is
-    the number of decimals given.
+    The numbers are those of the file ``--answer``. It has the step that ``--hide`` names, one head
+    below the other, with or without titles and labels. A number given with n decimals is right if
+    the exact number, rounded to n decimals, equals it.
     """
     from minimha.cli.inputs import read_rows
 
@@ -65,7 +65,7 @@ def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Recor
 
 
 def _is_no_maximum(trace: Trace, step: Step, at: Index, text: str) -> bool:
-    """Whether the answer is -∞ for the maximum of a row without scores, 0 by convention."""
+    """Return whether the answer is -∞ for the maximum of a row without scores, 0 by convention."""
     return (
         step.base == "row_max"
         and text.strip().replace("−", "-") in ("-inf", "-∞")
@@ -74,7 +74,7 @@ def _is_no_maximum(trace: Trace, step: Step, at: Index, text: str) -> bool:
 
 
 def _shape(steps: Sequence[Step]) -> str:
-    """The rows of each step and of all, in words: ``weights has 3 rows of 3``."""
+    """Return the rows of each step and of all, in words: ``weights has 3 rows of 3``."""
     sizes = [(step.title, len(_rows(step)), len(_rows(step)[0])) for step in steps if _rows(step)]
     parts = [f"{title} has {counted(rows, 'row')} of {width}" for title, rows, width in sizes]
     total = f", {sum(rows for _, rows, _ in sizes)} in all" if len(sizes) > 1 else ""
@@ -82,14 +82,14 @@ def _shape(steps: Sequence[Step]) -> str:
 
 
 def _rows(step: Step) -> list[list[tuple[Index, float]]]:
-    """The numbers of a step with their places, row by row."""
+    """Return the numbers of a step with their places, row by row."""
     width = step.value.shape[-1] if step.value.ndim else 1
     places = [(at, float(step.value[at])) for at in np.ndindex(step.value.shape)]
     return [places[n : n + width] for n in range(0, len(places), width)]
 
 
 def _is_heading(fields: Sequence[str], step: Step) -> bool:
-    """Whether the fields of a line are the step's title or the labels of its columns."""
+    """Return whether the fields of a line are the step's title or the labels of its columns."""
     words = [field.strip() for field in fields]
     if ", ".join(filter(None, words)) == step.title:
         return True
@@ -100,7 +100,7 @@ def _is_heading(fields: Sequence[str], step: Step) -> bool:
 
 
 def _record(where: str, step: Step, at: Index, exact: float, text: str) -> dict[str, str]:
-    """One number of the answer, with its verdict."""
+    """Return one number of the answer, with its verdict."""
     text = text.strip()
     found = {"cell": f"{step.title}: {Cell(step, at).text}", "given": text}
     if not text:

@@ -1,7 +1,7 @@
-"""Other libraries' attention functions in their own conventions, computed by ``minimha.attention``.
+"""Attention functions with the names and conventions of other libraries, computed by minimha.
 
-Arrays may be NumPy's, torch's or JAX's, on the CPU. Results are arrays of the query's library. A
-ValueError or TypeError names an argument that does not fit.
+Arrays may be NumPy, torch or JAX arrays on the CPU. Results are arrays of the query's library.
+Invalid arguments raise ValueError or TypeError, which name the argument.
 """
 
 from minimha.dialects import flash_attention, jax, keras, onnx, torch, transformers

@@ -1,20 +1,21 @@
-"""A table of the conventions of attention functions: the meaning of arguments and results."""
+"""Tabulate how attention functions of different libraries use their arguments and results."""
 
 from typing import NamedTuple
 
 
 class Conventions(NamedTuple):
-    """What one attention function means by its arguments and results, in words for a table.
+    """The conventions of one attention function, in words for a table.
 
-    ``causal="after the past"`` means that the last query is at the last key; without a past
-    (earlier keys), query 0 is at key 0. A log-sum-exp is -inf for a query that sees no key.
+    ``causal="after the past"`` means that the last query is at the position of the last key if
+    there is a past (earlier keys), and that query 0 is at key 0 if there is none. In each function
+    that returns the log-sum-exp, it is -inf for a query without visible keys.
     """
 
     arrays: str  # the axes of queries
     causal: str  # the alignment of a causal mask, if Lq ≠ Lk
     true: str  # the meaning of True in a mask
     numbers: str  # what the function does with a mask of numbers
-    empty_row: str  # the output of a query that sees no key
+    empty_row: str  # the output of a query without visible keys
     window: str  # what the size of a window counts on the left of a query
     shared_heads: str  # how query heads share key heads
     scale: str = "1/√D"  # the default

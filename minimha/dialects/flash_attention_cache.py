@@ -1,4 +1,4 @@
-"""The cache of ``flash_attn_with_kvcache``: the pages of tokens, and checks of new tokens."""
+"""The cache of ``flash_attn_with_kvcache``: its table of pages, and checks of new tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Array = NDArray[Any]
 
 
 class Cache(NamedTuple):
-    """A table of the pages that hold each batch entry's tokens; without paging, one page each."""
+    """A table (B, pages) of the pages of each batch entry, and the number of tokens in a page.
+
+    Without paging, each cache entry is one page.
+    """
 
     table: NDArray[np.int64]  # (B, pages)
     page_size: int
@@ -25,7 +28,10 @@ class Cache(NamedTuple):
         return int(self.table.shape[1] * self.page_size)
 
     def write(self, kept: Array, new: Array, lengths: NDArray[np.int64]) -> None:
-        """Write ``new`` (B, Hkv, L, D) into the cache ``kept``, after its ``lengths`` tokens."""
+        """Write ``new`` (B, Hkv, L, D) to the array ``kept`` of cached keys or values.
+
+        ``lengths`` (B,) is the number of tokens that precede it in each batch entry.
+        """
         pages, rows = np.divmod(lengths[:, None] + np.arange(new.shape[2]), max(1, self.page_size))
         kept[np.take_along_axis(self.table, pages, axis=1), :, rows] = new.swapaxes(1, 2)
 
@@ -33,7 +39,11 @@ class Cache(NamedTuple):
 def cache_of(
     k: Array, B: int, cache_batch_idx: ArrayLike | None, block_table: ArrayLike | None
 ) -> Cache:
-    """Return the table of pages for the cached keys ``k``, (entries or pages, Hkv, L, D)."""
+    """Return the page table of the cached keys ``k``, (entries or pages, Hkv, L, D).
+
+    ``B`` is the number of batch entries; the other arguments are those of
+    ``flash_attn_with_kvcache``. Raises TypeError or ValueError for an invalid argument.
+    """
     if block_table is not None:
         if cache_batch_idx is not None:
             raise ValueError(
@@ -58,7 +68,10 @@ def cache_of(
 def new_tokens(
     k: ArrayLike | None, v: ArrayLike | None, k_cache: Any, v_cache: Any, B: int
 ) -> tuple[Array, Array] | None:
-    """Return new keys and values with heads first, or None; raise if they cannot be stored."""
+    """Return new keys and values as (B, Hkv, L, D), or None if ``k`` and ``v`` are None.
+
+    Raises TypeError or ValueError if they do not fit the cache.
+    """
     if k is None and v is None:
         return None
     if k is None or v is None:
@@ -90,10 +103,11 @@ def new_tokens(
 def cache_lengths(
     value: ArrayLike | None, B: int, room: int, num_new: int, is_written: bool
 ) -> NDArray[np.int64]:
-    """Return ``cache_seqlens`` as (B,): each batch entry's number of tokens before the new ones.
+    """Return ``cache_seqlens`` as (B,), the number of cached tokens of each batch entry.
 
-    With ``num_new`` new tokens they must fit into ``room``. If ``is_written``, ``value`` must not
-    be None, which means a full cache.
+    ``value`` is the argument ``cache_seqlens``. None means a full cache. Raises ValueError if it is
+    None although the call writes new tokens (``is_written``), or if ``num_new`` further tokens
+    exceed ``room``.
     """
     if value is None:
         if is_written:

@@ -1,4 +1,4 @@
-"""Checks of arguments that several dialects share; errors name the argument."""
+"""Check arguments that several libraries' attention functions share; errors name the argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Array = NDArray[Any]
 
 
 def with_axes(name: str, value: ArrayLike, axes: str) -> Array:
-    """Return ``value`` as floats; ValueError unless it has axes such as ``axes="(B, L, H, D)"``."""
+    """Return ``value`` as floats; raise ValueError unless it has the axes that ``axes`` names.
+
+    ``axes`` is a text such as "(B, L, H, D)", of which only the number of names counts.
+    """
     array = as_floating(name, value)
     count = axes.count(",") + 1
     if array.ndim != count:
@@ -30,9 +33,10 @@ def heads_first(name: str, value: ArrayLike) -> Array:
 def of_one_rank(
     given: Mapping[str, ArrayLike], ranks: Container[int], expected: str
 ) -> dict[str, Array]:
-    """Return floating arrays; ValueError unless all have the same number of axes, one of ``ranks``.
+    """Return the arrays of ``given`` as floats; raise ValueError unless all have equally many axes.
 
-    The first of ``given`` are the queries. ``expected`` describes the axes in the error.
+    ``given`` maps names to arrays, queries first. The number of axes must be in ``ranks``.
+    ``expected`` describes the expected axes in the error.
     """
     arrays = {name: as_floating(name, value) for name, value in given.items()}
     first, queries = next(iter(arrays.items()))
@@ -45,7 +49,10 @@ def of_one_rank(
 
 
 def integers(name: str, value: ArrayLike, axes: Mapping[str, int]) -> NDArray[np.int64]:
-    """Return ``value`` as integers; ``axes`` maps the name of each axis to the expected size."""
+    """Return ``value`` as integers; raise ValueError unless it has the sizes in ``axes``.
+
+    ``axes`` maps the name of each axis to its size.
+    """
     array = as_integers(name, value)
     sizes = tuple(axes.values())
     if array.shape != sizes:
@@ -55,7 +62,7 @@ def integers(name: str, value: ArrayLike, axes: Mapping[str, int]) -> NDArray[np
 
 
 def check_within(name: str, array: NDArray[np.int64], low: int, high: int, why: str) -> None:
-    """Raise ValueError with the reason ``why`` if an integer is outside low … high."""
+    """Raise ValueError with the reason ``why`` unless all integers are from ``low`` to ``high``."""
     if array.size and not (low <= array.min() and array.max() <= high):
         raise ValueError(
             f"{name} is {array.tolist()}: expected integers from {low} to {high}, because {why}"
@@ -63,7 +70,7 @@ def check_within(name: str, array: NDArray[np.int64], low: int, high: int, why: 
 
 
 def check_mapping(params: Any) -> None:
-    """Raise TypeError unless ``params`` is a mapping of names to arrays."""
+    """Raise TypeError unless ``params`` is a mapping from names to arrays."""
     if not isinstance(params, Mapping):
         raise TypeError(
             f"params is of type {type(params).__name__}: expected a mapping of names to arrays"
@@ -73,7 +80,10 @@ def check_mapping(params: Any) -> None:
 def parameter(
     name: str, value: ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any], layout: str
 ) -> Array:
-    """Return a weight as ``dtype``; ValueError, with the hint ``layout``, for another shape."""
+    """Return a weight as ``dtype``; raise ValueError unless it has ``shape``.
+
+    If it looks transposed, the error ends in ``layout``, a hint on the order of axes.
+    """
     array = as_floating(name, value)
     if array.shape != shape:
         is_transposed = sorted(array.shape) == sorted(shape)
@@ -83,7 +93,7 @@ def parameter(
 
 
 def refuse_dropout(name: str, dropout: float) -> None:
-    """Raise ValueError for any dropout but 0."""
+    """Raise ValueError unless ``dropout`` is 0."""
     if np.ndim(dropout) or dropout != 0:
         raise ValueError(
             f"{name} is {dropout!r}: expected 0, minimha computes inference, where nothing is "

@@ -1,6 +1,6 @@
-"""Checks of the masks of all dialects.
+"""Check masks that follow the conventions of other libraries.
 
-Libraries give the same words different meanings, so an error names the likely library.
+Libraries use the same words for different conventions, so an error names the likely library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from minimha.equations.arguments import as_floating, name_of, rectangular
 
 
 def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
-    """Return ``value`` as a boolean array; other dtypes raise a TypeError that quotes ``expected``.
+    """Return ``value`` as a boolean array; raise TypeError for any other dtype.
+
+    The error contains ``expected``, a description of the mask.
 
     >>> boolean("mask", [[1, 1, 0]], "bool, True = keep")
     Traceback (most recent call last):
@@ -30,13 +32,13 @@ def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
 
 
 def boolean_or_floating(name: str, value: ArrayLike) -> NDArray[Any]:
-    """Return a mask as an array of bool (which keys to see) or of floats (added to the scores)."""
+    """Return a mask as an array of bool (True for visible keys) or of floats (added to scores)."""
     mask = rectangular(name, value)
     return mask if mask.dtype == np.bool_ else as_floating(name, mask)
 
 
 def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:
-    """Return True if ``mask`` broadcasts to ``shape``, the shape of the scores.
+    """Return whether ``mask`` broadcasts to ``shape``, the shape of the scores.
 
     >>> broadcasts(np.ones((1, 5)), (2, 4, 3, 5)), broadcasts(np.ones((3, 5)), (2, 4, 1, 5))
     (True, False)
@@ -46,7 +48,11 @@ def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:
 
 
 def score_options(mask: NDArray[Any] | None, bias: NDArray[Any] | None) -> dict[str, Any]:
-    """Return a mask, boolean or added to scores, and a bias as arguments for ``attention``."""
+    """Return a mask and a bias as a dictionary of arguments for ``attention``.
+
+    A boolean mask becomes ``attn_mask``. A mask of numbers becomes ``attn_bias``, or is added to
+    the bias. Raise ValueError if the shapes of both do not broadcast.
+    """
     if mask is None:
         return {} if bias is None else {"attn_bias": bias}
     if mask.dtype == np.bool_:
@@ -66,7 +72,10 @@ def score_options(mask: NDArray[Any] | None, bias: NDArray[Any] | None) -> dict[
 
 
 def owner_by_axes(mask: NDArray[Any], shape: tuple[int, ...]) -> str:
-    """Return a hint for an error: the library whose boolean masks have such a shape, or "".
+    """Return a hint for an error: whose boolean masks have the shape of ``mask``.
+
+    ``shape`` is that of the scores. The result is "" if no library's masks, or those of several,
+    have the shape.
 
     >>> owner_by_axes(np.ones((2, 5), bool), (2, 4, 3, 5))  # for scores (B, H, Lq, Lk)
     '; it looks like a padding mask, where True = ignore in torch and keep in flash-attention'
@@ -86,7 +95,7 @@ def owner_by_axes(mask: NDArray[Any], shape: tuple[int, ...]) -> str:
 
 
 def owner_by_values(mask: NDArray[Any]) -> str:
-    """Return a hint for an error: the library whose masks have such numbers, or "".
+    """Return a hint for an error: whose masks have values like those of ``mask``, or "" if unknown.
 
     >>> owner_by_values(np.array([[1, 1, 0]]))
     "; it looks like Hugging Face's attention_mask, where 1 = may attend"

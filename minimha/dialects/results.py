@@ -1,4 +1,4 @@
-"""Conversion of results to arrays of the caller's library, for every dialect."""
+"""Convert results to arrays of the caller's library, for the functions of all libraries."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,7 +13,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def like_argument(name: str) -> Callable[[Function], Function]:
-    """Return a decorator that converts results to the library of the array passed as ``name``."""
+    """Return a decorator for functions that return NumPy arrays, or tuples of them.
+
+    The decorated function returns arrays of the library of its argument ``name``.
+    """
 
     def decorated(function: Function) -> Function:
         place = list(signature(function).parameters).index(name)

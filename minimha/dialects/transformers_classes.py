@@ -1,4 +1,4 @@
-"""The conventions of transformers' attention classes: names of weights, rotation, scale and masks.
+"""Conventions of transformers' attention classes: names of weights, rotation, scale and masks.
 
 ``CONVENTIONS`` has one row per kind of module, with the names of its classes.
 """
@@ -20,7 +20,7 @@ CONTEXTS = ("encoder_hidden_states", "key_value_states")
 
 @dataclass(frozen=True)
 class Rotary:
-    """How a class rotates: which numbers are pairs, how ``position_embeddings`` store angles."""
+    """How a class rotates: its pairs of numbers, and how ``position_embeddings`` store angles."""
 
     is_interleaved: bool = False  # pairs (2i, 2i + 1) rather than (i, i + R/2)
     stored: str = "halves"  # angles 0 1 0 1, or "pairs" 0 0 1 1, or "once" 0 1
@@ -28,7 +28,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Convention:
-    """How one kind of transformers' attention modules differs: names of weights, extra steps."""
+    """The properties in which the kinds of transformers' attention modules differ."""
 
     q: str = "q_proj"
     k: str = "k_proj"
@@ -55,12 +55,12 @@ class Convention:
 
     @property
     def mask(self) -> str:
-        """The name of forward's mask argument."""
+        """The name of the mask argument of ``forward``."""
         return next(name for name in MASKS if name in self.takes)
 
     @property
     def context(self) -> str:
-        """The name of forward's cross-attention argument; "context" if there is none."""
+        """The name of the argument of ``forward`` for cross-attention; "context" if it has none."""
         return next((name for name in CONTEXTS if name in self.takes), "context")
 
 
@@ -223,9 +223,9 @@ CLASSES = {name: convention for convention, names in CONVENTIONS for name in nam
 
 
 def convention_of(cls: str, params: Mapping[str, Any], config: Config) -> Convention:
-    """Return the ``Convention`` of the class ``cls``: its names of weights and its extra steps.
+    """Return the ``Convention`` of the transformers class ``cls``.
 
-    GPT-2 and Falcon have two each, between which ``params`` and ``config`` decide.
+    GPT-2 and Falcon have two conventions; ``params`` and ``config`` decide between them.
     """
     if CLASSES[cls] is GPT2 and f"{GPT2_CROSS.q}.weight" in params:
         return GPT2_CROSS

@@ -1,4 +1,4 @@
-"""DeepSeek's latent attention, built from transformers' weights and config."""
+"""Build DeepSeek's latent attention from the weights and config of a transformers module."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ CLASSES = ("DeepseekV2Attention", "DeepseekV3Attention")
 def latent_attention(
     cls: str, params: Mapping[str, ArrayLike], config: Mapping[str, Any]
 ) -> LatentAttention:
-    """Return the ``LatentAttention`` layer of one of DeepSeek's attention modules.
+    """Build the ``LatentAttention`` layer of one of DeepSeek's attention modules.
 
-    Unlike ``AttentionModule``, the layer computes angles from positions, by the config's
-    rope_parameters, and is causal only with ``is_causal=True`` or a cache.
+    Unlike ``AttentionModule``, the layer computes angles from positions and the config's
+    rope_parameters. It is causal only with ``is_causal=True`` or a cache.
 
-    - The rotated part is interleaved in V2, and in V3 unless ``rope_interleave`` is False.
-    - With YaRN, let m(x) = 0.1 · x · ln(factor) + 1. Scores are also scaled by m(mscale_all_dim)²,
-      and cos and sin by m(mscale) / m(mscale_all_dim).
-    - The epsilon of the norms is 1e-6; rms_norm_eps is ignored.
+    - Rotated pairs are interleaved in V2, and in V3 unless ``rope_interleave`` is False.
+    - With YaRN, scores are also scaled by m(mscale_all_dim)², and cos and sin by m(mscale) /
+      m(mscale_all_dim), where m(x) = 0.1 · x · ln(factor) + 1.
+    - The ε of the norms is 1e-6; rms_norm_eps is ignored.
 
     Parameters
     ----------
@@ -49,13 +49,13 @@ def latent_attention(
     Returns
     -------
     LatentAttention
-        Call the layer as ``layer(x, is_causal=True)``, or with a ``LatentCache``.
+        Called as ``layer(x, is_causal=True)``, or with a ``LatentCache``.
 
     Raises
     ------
     TypeError, ValueError
-        ``cls`` is another class, rope_type is neither "default" nor "yarn", or a weight is missing,
-        unknown or does not fit.
+        ``cls`` is another class, rope_type is not "default" or "yarn", or a weight is missing,
+        unknown or of a wrong shape.
 
     References
     ----------

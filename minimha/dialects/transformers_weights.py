@@ -1,4 +1,4 @@
-"""Construction of a ``MultiHeadAttention`` from the state_dict of a module of transformers."""
+"""Build a ``MultiHeadAttention`` from the state_dict of a transformers module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Linear = tuple[Array, Array | None]  # weight (out, in) and bias (out,)
 
 
 class Weights:
-    """The weights of a state_dict that are not used yet."""
+    """The weights of a state_dict that have not been used yet."""
 
     def __init__(self, convention: Convention, params: Mapping[str, ArrayLike]) -> None:
         self._convention = convention
@@ -28,7 +28,7 @@ class Weights:
         return self._left.pop(name, None)
 
     def check_all_popped(self, cls: str) -> None:
-        """Raise ValueError if weights are left, since the result would not depend on them."""
+        """Raise ValueError if weights are left, which a layer of the class ``cls`` would ignore."""
         if self._left:
             raise ValueError(
                 f"params has {', '.join(self._left)}, which minimha's {cls} does not use: the "
@@ -36,7 +36,7 @@ class Weights:
             )
 
     def layer(self, config: Config) -> MultiHeadAttention:
-        """Return a layer with these weights, and with the numbers of heads in ``config``."""
+        """Return a layer with these weights and the numbers of heads in ``config``."""
         c, H = self._convention, _num_heads(config)
         o = None if c.o is None else self._linear(c.o)
         parts = dict(zip("qkv", self._queries_keys_values(config, H, o), strict=True))
@@ -70,7 +70,7 @@ class Weights:
             )  # fmt: skip
 
     def _layer_norm(self, name: str, heads: int) -> dict[str, Array]:
-        """Return gains and shifts of all heads; the module has one row per head or one for all."""
+        """Return gains and shifts of all heads, from one row per head or one row for all heads."""
         named = str(self._convention.layer_norm).format(name)
         gain, shift = self._required(f"{named}.weight"), self.pop(f"{named}.bias")
         rows = {f"g_{name}": gain} | ({} if shift is None else {f"s_{name}": shift})
@@ -99,7 +99,7 @@ class Weights:
 
 
 def _names(c: Convention) -> dict[str, str]:
-    """Return the layer's argument → the module's name, with ".T" for transposed matrices."""
+    """Map the layer's arguments to the module's names, with ".T" for transposed matrices."""
     fused = dict.fromkeys("qkv", c.qkv) if c.qkv else {}
     linears = {"q": c.q, "k": c.k, "v": c.v, "o": c.o} | fused | ({"q": c.q} if c.is_cross else {})
     axes = "" if c.is_conv1d else ".T"
@@ -141,7 +141,7 @@ def _rows(name: str, fused: Array, H: int, groups: int | None, width: int) -> li
 
 
 def _halves_of_heads(x: Array, H: int) -> list[Array]:
-    """Return the first and the second half of every head's rows, each of all heads."""
+    """Return the first halves of all heads' rows, and the second halves."""
     halves = x.reshape(H, 2, -1, *x.shape[1:])
     return [halves[:, half].reshape(-1, *x.shape[1:]) for half in (0, 1)]
 

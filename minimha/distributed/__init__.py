@@ -1,16 +1,17 @@
-"""Attention over more keys than one machine can hold, as chunks of dask arrays.
+"""Attention over dask arrays, for more keys than one machine can hold.
 
 ``minimha.attention`` computes each chunk of queries with each chunk of keys, and a tree of
-``minimha.merge`` merges the results. The table has work and largest traffic per head of width D,
-for numbers of b bytes and queries in C chunks::
+``minimha.merge`` merges the results. The table shows the work and the largest network traffic per
+head of width D, for numbers of b bytes and queries in C chunks::
 
                                  FLOPs                 bytes
     one chunk of queries         4 · Lq · Lk · D       about 2 · Lq · D · b for each chunk of keys
-    prefill, C chunks            4 · Lq · Lk · D       2 · C · Lk · D · b (half of each if causal)
+    prefill, C chunks            4 · Lq · Lk · D       2 · C · Lk · D · b
 
-Decoding moves queries and results, never keys. A prefill has 2 · Lq / (C · b) FLOPs per byte: the
-network matters less for longer chunks of queries. With a causal mask the last chunk of queries has
-the most work; in stripes (``striped``) all chunks have equal work.
+Decoding moves queries and results, never keys. A prefill has 2 · Lq / (C · b) FLOPs per byte, so
+longer chunks of queries need less of the network. A causal mask halves both numbers of a prefill,
+and the last chunk of queries has the most work. If tokens are reordered in stripes by ``striped``,
+all chunks have equal work.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""Conversion to dask arrays, and checks that the chunks of several arrays fit each other."""
+"""Convert arrays to dask arrays, and check that their chunks fit each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minimha.equations.problem import Problem
 
 
 def as_dask(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Convert q, k and v to dask arrays; those that are not dask's get chunks that fit k's."""
+    """Convert q, k and v to dask arrays; arrays of other libraries get chunks like those of k."""
     k, v, q = (_readable(name, x) for name, x in (("k", k), ("v", v), ("q", q)))
     if library_of(k) != "dask":
         k = da.from_array(k, chunks=(*getattr(k, "chunks", k.shape)[:-1], -1))
@@ -55,7 +55,7 @@ def check(arrays: dict[str, Any]) -> None:
 
 
 def check_striped(problem: Problem) -> None:
-    """Raise ValueError for options that are not available with stripes."""
+    """Raise ValueError for options that cannot be combined with stripes."""
     for name in problem.functions:
         raise ValueError(
             f"{name_of(name)} is given with stripes: expected tokens in their original order, "
@@ -86,9 +86,9 @@ def over_scores(name: str, mask: Any, q: Any, k: Any) -> Any:
 
 
 def spans(name: str, sizes: tuple[int, ...], stripes: int = 1) -> list[slice]:
-    """Return a slice for each chunk of an axis: the positions of its tokens before ``striped``.
+    """Return, for each chunk of an axis, the slice of its tokens' positions before ``striped``.
 
-    ValueError is raised if a chunk is in two stripes.
+    Raises ValueError if a chunk is in two stripes.
 
     >>> spans("k", (2, 3))
     [slice(0, 2, None), slice(2, 5, None)]
@@ -112,7 +112,7 @@ def spans(name: str, sizes: tuple[int, ...], stripes: int = 1) -> list[slice]:
 
 
 def _readable(name: str, x: Any) -> Any:
-    """Return ``x`` as an array of dask, zarr or NumPy; ValueError for chunks of unknown sizes."""
+    """Return ``x`` as a dask, zarr or NumPy array; raise ValueError if chunk sizes are unknown."""
     if library_of(x) == "zarr":
         return x
     if library_of(x) != "dask":

@@ -1,4 +1,4 @@
-"""Tokens in stripes of every n-th token, so that causal chunks have equal work.
+"""Reorder tokens into stripes of every n-th token, so that causal chunks have equal work.
 
 Brandon et al., "Striped Attention: Faster Ring Attention for Causal Transformers", 2023.
 """
@@ -14,15 +14,15 @@ from minimha.equations.arguments import integer
 
 
 def striped(x: Any, count: int, axis: int = -2) -> Any:
-    """Reorder ``x`` into ``count`` stripes, one chunk each; stripe s has tokens s, s + count, ….
+    """Reorder tokens into ``count`` stripes, one chunk each; stripe s has tokens s, s + count, ….
 
     Parameters
     ----------
     x : dask array, or array_like
     count : int
-        The number of stripes, at most the number of tokens.
+        The number of stripes. Raises ValueError if it exceeds the number of tokens.
     axis : int, default -2
-        The axis of tokens: -2 for queries, keys and values. A mask has two such axes.
+        The axis of tokens, which is -2 for queries, keys and values. A mask has two such axes.
 
     Returns
     -------
@@ -40,14 +40,15 @@ def striped(x: Any, count: int, axis: int = -2) -> Any:
 
 
 def unstriped(x: Any, count: int, axis: int = -2) -> Any:
-    """Return ``x`` with its tokens in their original order: the inverse of ``striped``.
+    """Return ``x`` with its tokens in the original order, the inverse of ``striped``.
 
     Parameters
     ----------
     x : dask array, or array_like
     count : int
+        The number of stripes.
     axis : int, default -2
-        The axis of tokens: -1 for a log-sum-exp.
+        The axis of tokens, which is -1 for a log-sum-exp.
 
     Returns
     -------

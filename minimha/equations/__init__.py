@@ -1,1 +1,1 @@
-"""Define attention in NumPy: the problem, visibility, and two algorithms, dense and tiled."""
+"""Compute attention and the gated delta rule in NumPy, as the reference for faster kernels."""

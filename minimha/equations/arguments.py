@@ -1,8 +1,8 @@
-"""Check single arguments, for every public function, and name them in errors.
+"""Check one argument of a public function at a time, and raise errors that name the argument.
 
-Each check takes the argument's name first, and returns the value in a standard form. Its error says
-which argument is wrong, what was expected, what was given, and why. A wrong type raises TypeError,
-any other wrong value ValueError.
+Each check takes the argument's name first, and returns the value in a standard form. Its error
+states which argument is wrong, what was expected, what was given, and why. A wrong type raises
+TypeError, any other wrong value ValueError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _names: ContextVar[Mapping[str, str] | None] = ContextVar("argument names", defa
 
 @contextmanager
 def argument_names(**names: str) -> Iterator[None]:
-    """In a ``with`` block, let errors use the caller's names of arguments: ``query`` for q.
+    """Rename arguments in the errors that a ``with`` block raises, such as q to ``query``.
 
     >>> with argument_names(scale="softmax_scale"):
     ...     number("scale", float("nan"), np.dtype(np.float32))
@@ -46,7 +46,7 @@ def argument_names(**names: str) -> Iterator[None]:
 
 
 def name_of(argument: str) -> str:
-    """Return the caller's name for ``argument``, as set by ``argument_names``."""
+    """Return the name by which errors call ``argument``, which ``argument_names`` can change."""
     return (_names.get() or {}).get(argument, argument)
 
 
@@ -66,7 +66,10 @@ def choice(name: str, value: T, choices: Iterable[str | None]) -> T:
 
 
 def integer(name: str, value: Any, low: int = 1) -> int:
-    """Return the integer ``value`` as a Python int; raise ValueError if it is less than ``low``."""
+    """Return ``value`` as a Python int.
+
+    Raises TypeError unless it is an integer, and ValueError if it is less than ``low``.
+    """
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name_of(name)} is {value!r}: expected an integer")
     if value < low:
@@ -79,7 +82,8 @@ def number(
 ) -> float:
     """Return ``value``, a number or a 0-d array, as a float.
 
-    Raises ValueError unless ``value`` is at least ``low`` and finite in the dtype ``compute``.
+    Raises TypeError unless ``value`` is a real number. Raises ValueError unless it is at least
+    ``low`` and finite in the dtype ``compute``.
     """
     _check_unmasked(name, value)
     scalar = rectangular(name, value).item() if getattr(value, "shape", None) == () else value
@@ -100,10 +104,10 @@ def number(
 
 
 def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
-    """Return ``value``, such as a list of rows, as an array; an array is not copied.
+    """Convert ``value``, such as a list of rows, to an ndarray; an ndarray is not copied.
 
-    Raises ValueError for rows of different lengths. Raises TypeError for masked arrays, also in
-    lists, since NumPy would drop the mask; ``hint`` ends that message. Also raises the errors of
+    Raises ValueError if rows have different lengths. Raises TypeError for a masked array, because
+    NumPy would drop the mask; ``hint`` is the end of that message. Also raises the errors of
     ``as_numpy`` and ``check_file``.
     """
     if type(value) is np.ndarray:  # not masked, not in a file, of no other library
@@ -144,7 +148,7 @@ def _has_mask(value: Any) -> bool:
 
 
 def cast(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return ``array`` in ``dtype``, rounded by IEEE 754, whatever the caller's ``np.seterr`` is.
+    """Convert ``array`` to ``dtype`` without warnings or errors, regardless of ``np.seterr``.
 
     >>> with np.errstate(all="raise"):
     ...     cast(np.array([1e-300, 1e300]), np.dtype(np.float32))
@@ -157,7 +161,10 @@ def cast(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
-    """Return ``value`` as an array of a dtype in ``FLOATING``; integers become float64."""
+    """Return ``value`` as a floating array of 16, 32 or 64 bits; integers become float64.
+
+    Raises TypeError for any other dtype, and the errors of ``rectangular``.
+    """
     array = rectangular(name, value, hint=" and attn_mask")
     if array.dtype in COMPUTED:
         return array
@@ -172,7 +179,11 @@ def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def as_integers(name: str, value: ArrayLike, limit: int = LARGEST_INTEGER) -> NDArray[np.int64]:
-    """Return ``value`` as int64; raise ValueError beyond ±``limit``, where sums could overflow."""
+    """Return ``value``, an array of integers, as an int64 array.
+
+    Raises TypeError for another dtype, unless the array is empty. Raises ValueError if a number is
+    less than -``limit`` or greater than ``limit``.
+    """
     array = rectangular(name, value)
     if array.size == 0:
         return array.astype(np.int64)
@@ -187,7 +198,7 @@ def as_integers(name: str, value: ArrayLike, limit: int = LARGEST_INTEGER) -> ND
 
 
 def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
-    """Return the native floating dtype that represents all ``dtypes``, or raise TypeError."""
+    """Return the smallest floating dtype that can represent all ``dtypes``, or raise TypeError."""
     first, *rest = dtypes.values()
     if first in COMPUTED and all(dtype == first for dtype in rest):
         return first
@@ -202,14 +213,14 @@ def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
 
 
 def of_one_dtype(**arrays: ArrayLike) -> dict[str, NDArray[Any]]:
-    """Map each name to its array, with all arrays converted to their common floating dtype."""
+    """Convert all arrays to their common floating dtype, and return them by name."""
     given = {name: as_floating(name, value) for name, value in arrays.items()}
     dtype = common_dtype({name: array.dtype for name, array in given.items()})
     return {name: cast(array, dtype) for name, array in given.items()}
 
 
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which to compute: float64 for inputs of float64, else float32."""
+    """Return the dtype of intermediate results: float64 for float64 inputs, else float32."""
     return COMPUTED[1] if dtype == COMPUTED[1] else COMPUTED[0]
 
 

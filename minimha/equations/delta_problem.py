@@ -1,4 +1,4 @@
-"""Check the arguments of ``gated_delta_rule`` and fill in every default: ``DeltaProblem``."""
+"""Define ``DeltaProblem``, the checked arguments of ``gated_delta_rule`` with all defaults."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ NONE = np.empty((0, 0, 0, 0))
 
 @dataclass(frozen=True, eq=False)
 class DeltaProblem:
-    """The checked arguments of ``gated_delta_rule``; S is computed in ``compute``, as g and beta.
+    """The checked arguments of ``gated_delta_rule``, with every default filled in.
 
     Axes: ``B`` batch, ``Hk`` key heads, ``H`` value heads, ``L`` tokens, ``D`` key width, ``Dv``
-    value width, ``n`` sequences (B if they are not packed).
+    value width, ``n`` sequences (B if none are packed). g, beta and state have dtype ``compute``.
     """
 
     q: Array  # (B, Hk, L, D)
@@ -56,7 +56,7 @@ class DeltaProblem:
         initial_state: ArrayLike | None = None, scale: Any = None, normalize: bool = True,
         kv_lengths: ArrayLike | None = None, cu_seqlens: ArrayLike | None = None,
     ) -> DeltaProblem:  # fmt: skip
-        """Return the checked arguments of ``gated_delta_rule``; errors name the argument."""
+        """Check the arguments of ``gated_delta_rule``; raise TypeError or ValueError if invalid."""
         rank, (q4, k4, v4) = of_one_rank(of_one_dtype(q=q, k=k, v=v))
         _check_shapes(q4, k4, v4)
         (B, _, L, D), (H, Dv) = q4.shape, v4.shape[1::2]
@@ -86,26 +86,29 @@ class DeltaProblem:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """The shape (n, H, D, Dv) of the states."""
+        """The shape (n, H, D, Dv) of the states of all sequences and heads."""
         return len(self.rows), self.v.shape[1], self.q.shape[3], self.v.shape[3]
 
     @property
     def is_even(self) -> bool:
-        """True if each batch entry is one sequence of L tokens: all can be computed at once."""
+        """Whether each batch entry is one sequence of L tokens. If so, all are computed at once."""
         return len(self.rows) == len(self.q) and bool((self.rows[:, 2] == self.q.shape[2]).all())
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array, Array, Array | None]:
-        """q, k, v, g, beta and state."""
+        """The arrays q, k, v, g, beta and state, in this order."""
         return self.q, self.k, self.v, self.g, self.beta, self.state
 
     def without_numbers(self) -> DeltaProblem:
-        """Return a copy whose arrays take no memory."""
+        """Return a copy without g, beta and state; its q, k and v are zeros that take no memory."""
         q, k, v = (stand_in(x.shape, self.dtype) for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, g=NONE, beta=NONE, state=None)
 
     def sequences(self) -> Iterator[tuple[tuple[slice, slice, slice], slice]]:
-        """Yield the indices of each sequence's tokens and state, or of all if they are even."""
+        """Yield a pair of indices for each sequence, which select its tokens and its state.
+
+        If ``is_even``, yields only one pair of indices, which selects everything.
+        """
         if self.is_even:
             yield (slice(None), slice(None), slice(None)), slice(None)
             return
@@ -116,7 +119,7 @@ class DeltaProblem:
             )
 
     def as_given(self, O: Array, S: Array) -> tuple[Array, Array]:
-        """Return output ``O`` and states ``S`` in the caller's rank, ``O`` in ``dtype``."""
+        """Return output ``O`` and states ``S`` with the caller's axes, ``O`` in q's dtype."""
         leading = (0,) * (4 - self.rank)
         return cast(O[leading], self.dtype), S[leading]
 

@@ -1,22 +1,22 @@
-"""Compute the gated delta rule: token by token, as it is defined, or in chunks of matrix products.
+"""Compute the gated delta rule token by token, as it is defined, or in chunks by matrix products.
 
-A head has a memory S (D, Dv), a sum of keys times values. With each token t it forgets, compares
-what S returns for the key with the value, and stores β_t of the difference under that key:
+A head has a state S (D, Dv), a sum of outer products of keys and values. At token t, S decays. Then
+the fraction β_t of the difference between v_t and the prediction Sᵀ k_t is stored under key k_t:
 
     S ← exp(g_t) S,   u_t = β_t (v_t - Sᵀ k_t),   S ← S + k_t u_tᵀ,   o_t = Sᵀ q_t
 
 Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024, equation 10. With g per channel, exp(g_t)
 multiplies the rows of S: Kimi Team, "Kimi Linear", 2025, equation 1.
 
-In a chunk with the state S_0 before it, let E_ij be the product of exp(g) from token j + 1 to i,
-and F_i that from the chunk's first token to i. Unrolled, S = F_i S_0 + Σ_j≤i E_ij k_j u_jᵀ after
-token i. In the definition of u this is a triangular system, the WY form of the chunk:
+In a chunk, S_0 is the state before the first token, E_ij is the product of exp(g) from token j + 1
+to i, and F_i the product from the first token to i. The state after token i is then
+F_i S_0 + Σ_j≤i E_ij k_j u_jᵀ. The definition of u becomes a triangular system, the WY form:
 
     (I + A) U = β (V - (F K) S_0),   A_ij = β_i k_iᵀ E_ij k_j for j < i
 
 E and F are running products. Differences of sums of g would lose digits if g is large, and would be
-NaN after exp(g) = 0. So g may be -inf, which begins a new sequence. exp(g) is in float64: rounded
-to float32, it is always a little too large or too small if g is constant, for thousands of tokens.
+NaN after exp(g) = 0. So g may be -inf, which begins a new sequence. exp(g) is in float64: in
+float32, a constant exp(g) would have the same rounding error at each of thousands of tokens.
 """
 
 from collections.abc import Callable
@@ -34,11 +34,11 @@ Form = Callable[[list[Array], Array, Tap], tuple[Array, Array]]
 
 
 def recurrent(problem: DeltaProblem, tap: Tap = no_tap) -> tuple[Array, Array]:
-    """Return output (B, H, L, Dv) and last states (n, H, D, Dv), computed token by token.
+    """Return output (B, H, L, Dv) and final states (n, H, D, Dv), computed token by token.
 
-    Both have the compute dtype. ``tap`` receives q and k, both normalised, v, beta and decay; for
-    each token ``decayed[t=0]``, ``correction[t=0]`` (u) and ``state[t=0]``; then output. Sequences
-    of different lengths are computed one by one: ``state[t=0][sequence 1]``.
+    Both have the compute dtype. ``tap`` first receives q and k (scaled and normalised), v, beta and
+    decay, then for each token ``decayed[t=0]``, ``correction[t=0]`` (u) and ``state[t=0]``, and
+    last output. Sequences of different lengths are separate: ``state[t=0][sequence 1]``.
     """
     return _by_sequence(problem, _tokens, tap)
 
@@ -46,9 +46,10 @@ def recurrent(problem: DeltaProblem, tap: Tap = no_tap) -> tuple[Array, Array]:
 def chunked(problem: DeltaProblem, tap: Tap = no_tap, *, size: int = CHUNK) -> tuple[Array, Array]:
     """Return the result of ``recurrent``, computed in chunks of ``size`` tokens by the WY form.
 
-    ``tap`` receives the same inputs, for each chunk ``decays[c=0]`` (E), ``triangle[c=0]`` (A),
-    ``corrections[c=0]`` (U) and ``state[c=0]``, then output. A NaN would reach earlier tokens of
-    its chunk, as 0 · NaN. So a chunk with a nonfinite result is computed token by token.
+    ``tap`` first receives the same inputs, then for each chunk ``decays[c=0]`` (E),
+    ``triangle[c=0]`` (A), ``corrections[c=0]`` (U) and ``state[c=0]``, and last output. In a matrix
+    product, 0 · NaN would reach earlier tokens. So chunks with a nonfinite result are computed
+    token by token.
     """
 
     def chunks(given: list[Array], S: Array, tap: Tap) -> tuple[Array, Array]:

@@ -1,7 +1,7 @@
-"""Replace names of torch and JAX, and NumPy's ``where`` and ``clip``, in a caller's functions.
+"""Replace torch functions and torch or JAX arrays in a caller's function by NumPy's.
 
-The replacements take NumPy's arrays. numba can compile them for single numbers, which numba's
-``where`` and ``clip`` do not take. torch is not imported.
+NumPy's ``where`` and ``clip`` are replaced too, because numba cannot compile them for single
+numbers. All replacements take NumPy arrays and single numbers. torch is not imported.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def where(condition: Any, input: Any, other: Any) -> Any:
 
 
 def rsqrt(x: Any) -> Any:
-    """Return 1 / sqrt(x)."""
+    """Return 1 / sqrt(x), elementwise."""
     return 1 / np.sqrt(x)
 
 
 def sigmoid(x: Any) -> Any:
-    """Return 1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x)), elementwise."""
     return 1 / (1 + np.exp(-x))
 
 
@@ -52,11 +52,11 @@ KNOWN |= {x.__name__: x for x in (where, *COMPOSED)} | {"clip": clamp}
 
 
 class Unknown(TypeError, AttributeError):  # noqa: N818  (it states a fact about a function)
-    """Raised if a caller's function uses a name of torch that has no replacement here."""
+    """Raised if a caller's function uses an attribute of torch that has no NumPy replacement."""
 
 
 class Torch:
-    """A replacement of the module torch, for functions that are called with NumPy's arrays."""
+    """A replacement of the module torch whose functions take NumPy arrays."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -72,9 +72,10 @@ TORCH = Torch()
 
 
 def substitute(name: str, value: Any) -> Any:
-    """Return the replacement of ``value``, or ``value`` itself; errors call it ``name``.
+    """Return the NumPy replacement of a torch or JAX ``value``, or any other ``value`` unchanged.
 
-    Raises TypeError for a torch function without replacement, or an array that NumPy cannot read.
+    Raises TypeError for a torch function without replacement, or for an array that NumPy cannot
+    read; the message names the array ``name``.
     """
     if isinstance(value, (int, float, np.ndarray)):
         return value

@@ -1,7 +1,8 @@
-"""Check, call and compare a caller's functions ``score_mod`` (of a score) and ``mask_mod``.
+"""Check, call and compare the functions ``score_mod`` and ``mask_mod`` that a caller passes.
 
-Kernels compile these functions for numbers. Here they are called with arrays of indices. A function
-that takes no arrays, because of an ``if`` or a function of ``math``, is called pair by pair.
+Kernels compile these functions for single numbers. For the NumPy backends, they are called here
+with arrays of indices. A function that takes no arrays, because of an ``if`` or a function of
+``math``, is called once per pair.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # their functions do not
 
 
 class Corner(NamedTuple):
-    """Where a part of a problem begins in the whole problem: its first batch entry, head and key.
+    """The first batch entry, head and key of a part of a problem, as indices of the whole problem.
 
-    A caller's functions get indices in the whole. ``key`` is also added to the
-    positions of queries, which count from the first key.
+    ``score_mod`` and ``mask_mod`` get indices of the whole problem. The position of a query counts
+    from the first key of the part, so ``key`` is also added to that position.
     """
 
     b: int = 0
@@ -40,7 +41,7 @@ WHOLE = Corner()
 
 
 class Reading(NamedTuple):
-    """A function's code and the values that it captures, read at the time of a call.
+    """The code and the captured values of a function, read when ``attention`` is called.
 
     Machine code is stored under ``key``: the code, the names and kinds of captured numbers and
     arrays, and the other captured values.
@@ -51,15 +52,16 @@ class Reading(NamedTuple):
 
     @property
     def contents(self) -> Hashable:
-        """Return a hashable value, equal for functions with the same code and captured values."""
+        """Return a hashable value that is equal for equal code and equal captured values."""
         return self.key, contents(self.values)
 
 
 class Placed(NamedTuple):
-    """A caller's function with the ``Corner`` of the part of a problem that calls it.
+    """A ``score_mod`` or ``mask_mod`` with the ``Corner`` of the part of a problem that calls it.
 
-    ``attention`` takes a Placed instead of the function, so that one compiled kernel serves every
-    corner. If a ``reading`` is given, captured values are not read again.
+    ``attention`` accepts a Placed in place of the function, so that one compiled kernel serves
+    every corner. ``reading`` is the function's code and captured values (``Reading``); if it is
+    given, they are not read again.
     """
 
     function: Any
@@ -68,7 +70,7 @@ class Placed(NamedTuple):
 
 
 def taken(**given: Any) -> dict[str, Placed]:
-    """Map the name of each function that is not None to a ``Placed`` with its ``Reading``."""
+    """Wrap each function that is not None in a ``Placed``, with its captured values read."""
     found = {}
     for name, function in given.items():
         if function is not None:
@@ -79,7 +81,10 @@ def taken(**given: Any) -> dict[str, Placed]:
 
 
 def checked(name: str, function: Any) -> Any:
-    """Return ``function``; raise TypeError unless it can be called as a score_mod or mask_mod."""
+    """Return ``function``; raise TypeError unless it is None or has the parameters of ``name``.
+
+    ``name`` is "score_mod" or "mask_mod".
+    """
     if function is None:
         return None
     wanted = f"{name_of(name)}({', '.join(PARAMETERS[name])})"
@@ -102,7 +107,10 @@ def checked(name: str, function: Any) -> Any:
 def modified(
     score_mod: Callable[..., Any], S: NDArray[Any], indices: tuple[NDArray[Any], ...]
 ) -> NDArray[Any]:
-    """Apply ``score_mod`` to the scores ``S`` (B, H, Lq, Lk) and their indices b, h, i and j."""
+    """Return ``score_mod(S, b, h, i, j)`` for scores ``S`` (B, H, Lq, Lk) and their indices.
+
+    The result has the dtype of ``S``. Raises TypeError unless the function returns real numbers.
+    """
     if not S.size:
         return S
     read_only = S.view()
@@ -116,7 +124,10 @@ def modified(
 def visible_pairs(
     mask_mod: Callable[..., Any], indices: tuple[NDArray[Any], ...], shape: tuple[int, ...]
 ) -> NDArray[np.bool_]:
-    """Apply ``mask_mod`` to the indices b, h, i and j; return a bool mask, True = visible."""
+    """Return ``mask_mod(b, h, i, j)`` as a bool mask of ``shape``, True = visible.
+
+    ``indices`` are b, h, i and j. Raises TypeError unless the function returns bool.
+    """
     if 0 in shape:
         return np.empty(shape, bool)
     result = _called("mask_mod", mask_mod, indices, shape)
@@ -176,7 +187,7 @@ def _number_by_number(
 
 
 def source(function: Any) -> str:
-    """Return the source code of ``function``, or its name if there is none."""
+    """Return the source code of ``function``, or its name if the source is not available."""
     try:
         return inspect.cleandoc(inspect.getsource(function))
     except (OSError, TypeError):
@@ -184,7 +195,7 @@ def source(function: Any) -> str:
 
 
 def uses(function: Any, index: int) -> bool:
-    """Return whether ``function`` uses its parameter number ``index``; True if that is unknown."""
+    """Return whether ``function`` reads parameter ``index``, counted from 0; True if unknown."""
     code = getattr(function, "__code__", None)
     return code is None or _reads(code, index)
 
@@ -199,7 +210,7 @@ def _reads(code: CodeType, index: int) -> bool:
 
 
 class Same:
-    """A wrapper that compares an object by identity, and keeps it alive."""
+    """A hashable wrapper that compares objects by identity, and keeps its object alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -212,7 +223,7 @@ class Same:
 
 
 def read(function: Any) -> Reading:
-    """Read the code and the current captured values of ``function``.
+    """Return the code and the present captured values of ``function`` as a ``Reading``.
 
     Raises TypeError if ``function`` captures an array of another library that NumPy cannot read.
     """
@@ -249,9 +260,9 @@ def _kind(value: Any) -> Any:
 def contents(value: Any) -> Hashable:
     """Return a function's code and captured values as one hashable value.
 
-    Two functions with equal contents compute the same. Numbers and arrays are compared by value:
-    writing to a captured array changes the contents. Other objects are compared by identity. Each
-    function, tuple and list is described once, because functions may call each other in cycles.
+    Two functions with equal contents return equal results. Numbers and arrays are compared by
+    value: writing to a captured array changes the contents. Other objects are compared by identity.
+    Each function, tuple and list is described once, because functions may call each other.
     """
     numbers: dict[int, int] = {}  # of functions, tuples and lists, by id
     found: list[Any] = []  # keeps them alive, so that their ids stay unique
@@ -281,10 +292,10 @@ def contents(value: Any) -> Hashable:
 
 
 def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
-    """Return (path, value) of each default, closure cell and global that a function reads.
+    """Return (path, value) for each default, closure variable and global that ``function`` reads.
 
-    A path is a tuple of names, such as (module, attribute): numba compiles attributes of a caller's
-    modules. Attributes are looked up in ``vars``, since ``getattr`` would warn for some names.
+    A path is a tuple of names: (name,), or (module, attribute) for an attribute of a caller's
+    module. Attributes are looked up in ``vars``, since ``getattr`` would warn for some names.
     """
     code = function.__code__
     found: list[tuple[tuple[str, ...], Any]] = [
@@ -305,14 +316,14 @@ def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def defaults_of(function: FunctionType) -> dict[str, Any]:
-    """Map the names of parameters to their default values."""
+    """Return the default values of the parameters of ``function``, by name."""
     code, defaults = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
 
 
 def for_numpy(function: Any) -> Any:
-    """Return ``function`` with captured values of other libraries replaced by NumPy's."""
+    """Return ``function`` with its captured torch and JAX values replaced by NumPy's."""
     if not isinstance(function, FunctionType):
         return function
     found = captured(function)

@@ -1,4 +1,4 @@
-"""Merge the attention of parts, each with some of the keys, into attention over all keys."""
+"""Merge attention results for separate sets of keys into attention over all these keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def merge(parts: Iterable[tuple[Given, Lse]]) -> tuple[Given, Lse]: ...
 @overload
 def merge(parts: Iterable[tuple[ArrayLike, ArrayLike]]) -> Pair: ...
 def merge(parts: Iterable[Pair]) -> Pair:
-    """Merge results for different keys: O = Σ_p exp(L_p - L) O_p with L = log Σ_p exp L_p.
+    """Merge attention over different keys: O = Σ_p exp(L_p - L) O_p with L = log Σ_p exp L_p.
 
     Each part p is the result of ``attention(…, return_lse=True)`` for some of the keys. Up to
     rounding, the order of parts does not matter, and a merged part can be merged again. Sums are in
@@ -29,29 +29,29 @@ def merge(parts: Iterable[Pair]) -> Pair:
     Give ``sinks`` to one part only, because each part adds its sinks to the log-sum-exp. All other
     options are the same for every part, except that key positions and key axes start at the part's
     first key. For the keys from ``start`` to ``stop`` use ``q_offset - start``, ``kv_lengths -
-    start`` (clipped to 0 and ``stop - start``) and ``attn_mask[..., start:stop]``. A ``score_mod``
-    or ``mask_mod`` written for all keys needs ``i + start`` and ``j + start``. If keys are in
-    files, ``attention`` itself splits and merges.
+    start`` (clipped to 0 and ``stop - start``), ``attn_mask[..., start:stop]`` and ``key_indices -
+    start`` (-1 for keys of other parts). A ``score_mod`` or ``mask_mod`` written for all keys needs
+    ``i + start`` and ``j + start``. If keys are in files, ``attention`` itself splits and merges.
 
     Axes: ``B`` batch, ``H`` query heads, ``Lq`` queries, ``Dv`` value width.
 
     Parameters
     ----------
     parts : iterable of pair (output, lse)
-        At least one. ``output`` is array_like of shape (B, H, Lq, Dv), (H, Lq, Dv) or (Lq, Dv),
-        floating; ``lse`` has that shape without Dv. All outputs have one shape.
+        At least one. ``output`` is array_like of shape (B, H, Lq, Dv), (H, Lq, Dv) or (Lq, Dv)
+        and floating dtype. ``lse`` has that shape without Dv. All outputs have the same shape.
 
     Returns
     -------
-    output : array of the shape of one output, their common dtype
-        An ndarray, or an array of the first output's library. 0 where no part sees a key.
+    output : array of the shape of each given output, in their common dtype
+        An ndarray, or an array of the first output's library. Queries that see no key get 0.
     lse : array of shape (B, H, Lq), the common dtype of the log-sum-exps
         -inf for a query that sees no key in any part.
 
     Raises
     ------
     TypeError, ValueError
-        There are no parts, one is not a pair, or their shapes or dtypes differ.
+        There are no parts, a part is not a pair, or shapes differ or dtypes have no common dtype.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""Locate the queries and keys of each sequence: packed end to end, or in the pages of a pool.
+"""Locate the queries and keys of sequences that are packed end to end or stored in pages.
 
 Packed sequences follow each other along L, in one batch entry. Their starts are the cumulative
 lengths, flash-attention's ``cu_seqlens``. Paged keys are in a pool of pages of equal size. A table
@@ -25,11 +25,12 @@ Shape = tuple[int, ...]
 
 
 class Sequences(NamedTuple):
-    """The locations of n sequences in q, k and v, as row numbers.
+    """The locations of n sequences in q, k and v, as indices of rows.
 
     Key j of sequence s is row ``first_keys[s] + j % page_size`` of the batch entry ``pages[s, j //
-    page_size]`` of k and v. Shapes: ``queries`` (n, 3), ``pages`` (n, pages per sequence),
-    ``first_keys``, ``room`` and ``ids`` (n,).
+    page_size]`` of k and v. ``queries`` (n, 3) has the batch entry of q, the first row there and
+    the number of queries. ``pages`` is (n, pages per sequence). ``first_keys``, ``room`` and
+    ``ids`` are (n,). ``room`` is the largest number of keys, and ``ids`` are the sequence numbers.
     """
 
     queries: NDArray[np.int64]  # batch entry of q, first row there, number of queries
@@ -40,12 +41,12 @@ class Sequences(NamedTuple):
     ids: NDArray[np.int64]  # the number of each sequence, which caller's functions get as b
 
     def rows(self, s: int) -> tuple[slice, slice, slice]:
-        """Return the index of the queries of sequence ``s`` in q and in results."""
+        """Return the index that selects the queries of sequence ``s`` in q and in results."""
         entry, first, number = self.queries[s].tolist()
         return slice(entry, entry + 1), slice(None), slice(first, first + number)
 
     def keys(self, X: NDArray[Any], s: int, length: int) -> NDArray[Any]:
-        """Return the first ``length`` keys or values of sequence ``s``: (1, Hkv, length, D)."""
+        """Return the first ``length`` keys or values of sequence ``s``, (1, Hkv, length, D)."""
         if self.page_size == ONE_PAGE:
             entry, first = self.pages[s, 0], self.first_keys[s]
             return X[entry : entry + 1, :, first : first + length]
@@ -54,13 +55,13 @@ class Sequences(NamedTuple):
         return np.asarray(rows[:, :, :length])
 
     def some(self, chosen: NDArray[np.bool_]) -> Sequences:
-        """Return only the sequences where ``chosen`` is True. They keep their rows and ids."""
+        """Return the sequences where ``chosen`` (n,) is True, with unchanged rows and ids."""
         names = ("queries", "pages", "first_keys", "room", "ids")
         return self._replace(**{name: getattr(self, name)[chosen] for name in names})
 
 
 def one_per_entry(B: int, Lq: int, Lk: int) -> Sequences:
-    """Return the ``Sequences`` of arrays without packing or pages: one for each batch entry."""
+    """Return ``Sequences`` for unpacked arrays: B sequences of Lq queries and Lk keys."""
     entries, zeros = np.arange(B), np.zeros(B, np.int64)
     queries = np.column_stack((entries, zeros, np.full(B, Lq)))
     return Sequences(queries, entries[:, None], zeros, ONE_PAGE, np.full(B, Lk), entries)
@@ -70,7 +71,10 @@ def sequences_of(
     q: Shape, k: Shape, cu_seqlens_q: ArrayLike | None, cu_seqlens_k: ArrayLike | None,
     block_table: ArrayLike | None,
 ) -> Sequences | None:  # fmt: skip
-    """Return the checked ``Sequences``, or None if arrays are neither packed nor paged."""
+    """Check the options of packed and paged sequences; return ``Sequences``, or None without them.
+
+    ``q`` and ``k`` are shapes. Raises TypeError or ValueError for an invalid option.
+    """
     if cu_seqlens_q is None and cu_seqlens_k is None and block_table is None:
         return None
     (B, _, Lq, _), (Bk, _, Lk, _) = q, k
@@ -151,7 +155,7 @@ def _paged(queries: NDArray[np.int64], block_table: Any, page_size: int) -> Sequ
 
 
 def check_pages(sequences: Sequences, kv_lengths: NDArray[np.int64], num_pages: int) -> None:
-    """Raise ValueError if a sequence uses a page that is not one of the pool's ``num_pages``."""
+    """Raise ValueError if a sequence uses a page number outside 0 to ``num_pages`` - 1."""
     needed = -(-kv_lengths // sequences.page_size)
     is_used = np.arange(sequences.pages.shape[1]) < needed[:, None]
     wrong = np.argwhere(is_used & ((sequences.pages < 0) | (sequences.pages >= num_pages)))

@@ -1,4 +1,4 @@
-"""Decide whether query i sees key j, by one rule for NumPy, numba and CUDA.
+"""Decide whether query i may attend to key j, by one rule for NumPy, numba and CUDA.
 
 Causality, a sliding window and a padded cache are one condition with different bounds. Query i is
 at key position p = i + q_offset. It sees the existing keys (j < length) from p - left to p + right,
@@ -23,7 +23,7 @@ UNBOUNDED = 1 << 40  # longer than any sequence; a position can be added without
 
 
 def sees(i: Any, j: Any, q_offset: Any, left: Any, right: Any, length: Any) -> Any:
-    """Return whether query ``i`` sees key ``j``, both numbers or arrays that broadcast.
+    """Return whether query ``i`` sees key ``j``, by position and length; arrays broadcast.
 
     >>> [[int(sees(i, j, 0, UNBOUNDED, 0, 3)) for j in range(3)] for i in range(3)]
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
@@ -35,7 +35,7 @@ def sees(i: Any, j: Any, q_offset: Any, left: Any, right: Any, length: Any) -> A
 def key_range(
     i_start: int, i_stop: int, q_offset: int, left: int, right: int, length: int
 ) -> tuple[int, int]:
-    """Return the range (start, stop) of keys that queries ``i_start <= i < i_stop`` see.
+    """Return the range (start, stop) of keys that any query ``i_start <= i < i_stop`` sees.
 
     The range is half-open, and empty (start >= stop) if no query sees a key.
 
@@ -53,7 +53,8 @@ def is_full(
 ) -> Any:  # fmt: skip
     """Return whether all queries of a tile see all of its keys, by position and length alone.
 
-    A tile outside ``key_range`` is skipped; any other tile that is not full is partial.
+    A tile is a block of scores. Kernels skip a tile outside ``key_range``. Any other tile that is
+    not full is partial: its scores are checked one by one.
 
     >>> is_full(2, 4, 0, 3, 0, UNBOUNDED, 0, 10), is_full(2, 4, 0, 4, 0, UNBOUNDED, 0, 10)
     (True, False)
@@ -64,7 +65,7 @@ def is_full(
 
 
 def query_range(j: int, q_offset: int, left: int, right: int, length: int) -> tuple[int, int]:
-    """Return the half-open range of queries that see key ``j``; it is empty if start >= stop.
+    """Return the range (start, stop) of queries that see key ``j``, empty if start >= stop.
 
     >>> query_range(2, 0, 1, 0, 10)  # key 2, window (1, 0): queries 2 and 3
     (2, 4)

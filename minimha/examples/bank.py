@@ -1,4 +1,4 @@
-"""The word "bank" of document 000: one embedding gets two outputs in two contexts."""
+"""An example with the word "bank": one embedding gets different outputs in two contexts."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ W_O = matrix("0 0.5 -0.5 0")
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run one layer with a residual connection on two sentences with the word "bank"."""
+    """Run an attention layer with a residual connection on two sentences with the word "bank"."""
     layer = MultiHeadAttention.from_heads([W_Q], [W_K], [W_V], W_O)
     for context, words in SENTENCES.items():
         staged_tap = _staged(tap, context)

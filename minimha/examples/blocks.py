@@ -1,4 +1,4 @@
-"""A comparison that document 004 omits: naive attention and FlashAttention, block by block."""
+"""An example that compares naive attention with FlashAttention, block by block."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,10 @@ NUM_HEADS = 2  # of ``sentences.sentence``, whose head 0 is shown here
 
 
 def of_length(num_tokens: int, **settings: Any) -> Example:
-    """Return ``block_by_block(tokens, **settings)`` for a sentence of 1 to 12 tokens."""
+    """Return the example ``block_by_block`` for the built-in sentence of ``num_tokens`` tokens.
+
+    ``num_tokens`` is from 1 to 12, and ``settings`` are the options of ``block_by_block``.
+    """
     return block_by_block(sentences.SENTENCES[num_tokens][0].split(), **settings)
 
 
@@ -76,10 +79,11 @@ def block_by_block(
 
 
 def numbers_kept(L: int, *, D: int, B_r: int, B_c: int) -> tuple[int, int]:
-    """Return how many numbers naive and tiled attention hold in memory beyond Q, K, V and O.
+    """Return the two counts of numbers that naive and tiled attention store besides Q, K, V and O.
 
-    Naive attention holds scores and weights, L × L each. Tiled attention holds one block: queries,
-    keys, values and scores, and for each query a maximum, a sum and an output row.
+    Naive attention stores scores and weights, L × L each. Tiled attention stores one block at a
+    time: its queries, keys, values and scores, and a maximum, a sum and an output row for each of
+    its queries.
 
     >>> numbers_kept(4096, D=64, B_r=64, B_c=64)
     (33554432, 20608)
@@ -89,7 +93,10 @@ def numbers_kept(L: int, *, D: int, B_r: int, B_c: int) -> tuple[int, int]:
 
 
 def skipped_blocks(problem: Problem, B_r: int, B_c: int) -> list[tuple[int, int]]:
-    """Return the indices (i, j) of the blocks, B_r queries × B_c keys, without a visible key."""
+    """Return the indices (i, j) of blocks in which a mask hides all keys from all queries.
+
+    Block (i, j) has the i-th ``B_r`` queries and the j-th ``B_c`` keys.
+    """
     L = problem.q.shape[2]
     loaded = {
         (i, j)

@@ -1,4 +1,4 @@
-"""The class ``Example``: inputs, a computation, and the numbers that a document prints for them."""
+"""Define ``Example``: inputs, a computation, and the numbers that a document prints for it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,10 @@ from minimha.explain.trace import Trace
 
 @dataclass(frozen=True)
 class Note:
-    """A note that is shown only with these ``is_causal`` and ``is_scaled``; None fits any value."""
+    """A note for the runs whose arguments equal its ``is_causal`` and ``is_scaled``.
+
+    None equals any value.
+    """
 
     words: str
     is_causal: bool | None = None
@@ -23,7 +26,12 @@ class Note:
 
 @dataclass(frozen=True)
 class Example:
-    """A worked example: ``run`` computes it, and the other attributes describe it to readers."""
+    """A worked example: the computation ``run``, and the texts and numbers that describe it.
+
+    ``run`` is called with a tap, ``is_causal`` and ``is_scaled`` (whether scores are divided by
+    √d_k). The attributes of the same names are the document's settings, and ``is_adjustable``
+    states whether a caller may change them.
+    """
 
     name: str
     title: str  # what the example shows, in a line
@@ -43,14 +51,15 @@ class Example:
 
     @property
     def label(self) -> str:
-        """The name, with the number of the document if any: ``the-cat-sat (document 003)``."""
+        """The name and, if any, the document's number, as in ``the-cat-sat (document 003)``."""
         return f"{self.name} (document {self.document})" if self.document else self.name
 
     def trace(self, is_causal: bool | None = None, is_scaled: bool | None = None) -> Trace:
         """Run the example and return the trace of its steps.
 
-        Both arguments default to what the example's document does. With other values, the numbers
-        that the document prints are left out.
+        By default, both arguments are those of the example. For other values, the trace omits the
+        numbers that the example's document prints, and ValueError is raised unless
+        ``is_adjustable``.
         """
         causal = self.is_causal if is_causal is None else is_causal
         scaled = self.is_scaled if is_scaled is None else is_scaled
@@ -83,5 +92,5 @@ def _holding(notes: Mapping[str, str | Note], causal: bool, scaled: bool) -> dic
 
 
 def matrix(*rows: str) -> NDArray[np.float64]:
-    """Return a float64 matrix from one string of numbers per row: ``matrix("1 0", "0 1")``."""
+    """Return a float64 matrix from one string per row, as in ``matrix("1 0", "0 1")``."""
     return np.array([[float(number) for number in row.split()] for row in rows])

@@ -1,4 +1,4 @@
-"""The example of document 004: given Q, K and V, no mask. Four of six printed outputs are wrong."""
+"""The example of document 004: given Q, K and V without a mask; four printed outputs are wrong."""
 
 import numpy as np
 
@@ -53,7 +53,10 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def with_root(tap: Tap) -> Tap:
-    """Return a tap that passes every step on to ``tap``, and √d_k before the scaled scores."""
+    """Return a tap that passes every array to ``tap``, and √d_k before the scaled scores.
+
+    √d_k has the name "sqrt_d_k".
+    """
 
     def receive(name: str, value: np.ndarray) -> np.ndarray:
         if name == "scaled":

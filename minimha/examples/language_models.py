@@ -1,6 +1,6 @@
-"""One layer of GPT-2, of LLaMA and of BERT, with weights small enough to follow by eye.
+"""One layer each of GPT-2, LLaMA and BERT, with weights small enough to follow by eye.
 
-Each layer has attention and a feed-forward network, with a residual connection around both. The
+Each layer has attention and a feed-forward network, with a residual connection around each. The
 layers differ in norms, positions and the activation of the feed-forward network.
 """
 
@@ -30,7 +30,7 @@ F = 8  # width inside the feed-forward
 
 
 def run_gpt2(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run GPT-2's layer: learned positions, one matrix for q, k and v, pre-norm, GELU by tanh."""
+    """Run a GPT-2 layer: learned positions, one matrix for q, k and v, pre-norm, tanh GELU."""
     num_heads, E = 2, 4
     rng = np.random.default_rng([SEED, E])
     wte = tap("wte", sentences.embeddings(WORDS, E, SEED))
@@ -51,7 +51,7 @@ def run_gpt2(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def run_llama(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run LLaMA's layer: RoPE, one key/value head for two query heads, RMSNorm first, SwiGLU."""
+    """Run a LLaMA layer: RoPE, two query heads that share one key/value head, RMSNorm, SwiGLU."""
     num_heads, num_kv_heads, E = 2, 1, 8
     weights = sentences.draw_weights(E, num_heads, num_kv_heads, SEED)
     layer = MultiHeadAttention.from_heads(*weights, rope=RoPE(E // num_heads))
@@ -70,7 +70,7 @@ def run_llama(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def run_bert(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run BERT's layer: learned positions, no mask, norms after the residuals, and exact GELU."""
+    """Run a BERT layer: learned positions, no mask, post-norm, and exact GELU."""
     num_heads, E = 2, 4
     rng = np.random.default_rng([SEED, E])
     weights = sentences.draw_weights(E, num_heads, num_heads, SEED)

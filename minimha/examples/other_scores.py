@@ -1,4 +1,4 @@
-"""Two other ways to score document 004's Q, K and V: cosine similarity and a small network."""
+"""Examples of two other scores for document 004's Q, K and V: cosine and additive attention."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from minimha.layers.cosine import cosine_attention
 
 
 def run_cosine(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run attention by dot product, compute lengths and angles, then run cosine attention."""
+    """Run dot-product attention, compute lengths and angles, then run cosine attention."""
     scale = None if is_scaled else 1.0
     attention(Q, K, V, is_causal=is_causal, scale=scale, tap=staged(tap, "dot"))
     for name, x in (("q_length", Q), ("k_length", K)):
@@ -23,7 +23,10 @@ def run_cosine(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def run_additive(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run additive attention with a hidden layer of width 2 whose two matrices are the identity."""
+    """Run additive attention with a hidden layer of width 2 and identity matrices.
+
+    Raise ValueError if ``is_scaled``, since additive scores have no factor 1/√d_k.
+    """
     if is_scaled:
         raise ValueError("additive attention has no product of vectors to divide by √d_k")
     I = np.eye(2)

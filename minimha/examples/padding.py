@@ -1,4 +1,4 @@
-"""A batch of two sentences of different lengths, with a padding mask for the shorter one."""
+"""An example of a padding mask: a batch of two sentences of different lengths."""
 
 import numpy as np
 

@@ -1,9 +1,9 @@
-"""Heads set by hand to follow the relations that, by the documents, heads may learn.
+"""Examples of heads with weights set by hand, each of which follows one relation between words.
 
-The documents name relations (subject and verb, a pronoun and its noun, neighbours) and print no
-numbers for them. Here a token has 0 or 1 in named columns, for its grammar and its position. A
-head's W_q and W_k pick the columns of one relation. A query scores higher with a key that matches
-in one more column. Heads of trained models are rarely this clear.
+The documents name relations that heads may learn (subject and verb, a pronoun and its noun,
+neighbours), without numbers. Here, a token has 0 or 1 in named columns, for its grammar and its
+position. A head's W_q and W_k select the columns of one relation, so a score is the number of
+matching columns. Heads of trained models rarely follow one relation so clearly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Head:
-    """A head set by hand to follow one ``relation`` between words, such as verb and subject.
+    """A head with hand-set weights that follow one ``relation``, such as that of verb and subject.
 
-    ``reading`` says what the head's weights show. ``asks`` has pairs of columns of x: a query with
-    the first looks for keys with the second. ``offsets``, if given instead, maps distances to
-    strengths.
+    ``reading`` describes the head's weights. ``asks`` has pairs of columns of x: a query with 1 in
+    the first column attends to keys with 1 in the second. Or ``offsets`` is given, which maps the
+    distance from query to key to the strength of attention.
     """
 
     relation: str

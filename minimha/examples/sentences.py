@@ -1,7 +1,7 @@
-"""Any sentence through a whole multi-head attention, with weights small enough to follow by eye.
+"""Examples of multi-head attention on any sentence, with weights small enough to follow by eye.
 
-The documents announce such an example and leave it out. Nothing here is learned: embeddings and
-weights are integers drawn from a seed. A word always has the same embedding.
+The documents announce such an example but omit it. Nothing is learned: embeddings and weights are
+random integers, drawn with a seed. With the same seed, a word always has the same embedding.
 """
 
 import zlib
@@ -44,7 +44,10 @@ BANK_RELATIONS = (
 
 
 def of_length(num_tokens: int, **settings: Any) -> Example:
-    """Return ``sentence(tokens, **settings)`` for a sentence of 1 to 12 tokens."""
+    """Return the example ``sentence`` for the built-in sentence of ``num_tokens`` tokens.
+
+    ``num_tokens`` is from 1 to 12, and ``settings`` are the options of ``sentence``.
+    """
     words, document = SENTENCES[num_tokens]
     return sentence(words.split(), source=f"a sentence of document {document}", **settings)
 
@@ -62,9 +65,10 @@ def sentence(
 ) -> Example:
     """Return an example that runs multi-head attention over ``tokens``.
 
-    The attention is causal, unless the tokens attend to another sentence, ``context``
-    (cross-attention). Each head has width ``d_model`` / ``num_heads``. ``rope`` rotates queries and
-    keys by their positions. Embeddings and weights are drawn with ``seed``.
+    It is causal self-attention or, if another sentence is given as ``context``, cross-attention.
+    Each head has width ``d_model`` / ``num_heads``. If ``rope``, queries and keys are rotated by
+    their positions. Embeddings and weights are drawn with ``seed``. ``source`` is the text that the
+    trace shows as the sentence's source.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check(tokens, num_heads, num_kv_heads, d_model, seed)
@@ -111,7 +115,7 @@ def sentence(
 
 
 def embeddings(tokens: Sequence[str], d_model: int, seed: int) -> NDArray[np.float64]:
-    """Return a row of -1, 0 and 1 for each token, (L, E); equal words have equal rows."""
+    """Return random embeddings (L, E) of -1, 0 and 1; equal words have equal rows."""
 
     def row(token: str) -> NDArray[np.int64]:
         rng = np.random.default_rng([seed, zlib.crc32(token.casefold().encode("utf-8", "replace"))])
@@ -123,10 +127,10 @@ def embeddings(tokens: Sequence[str], d_model: int, seed: int) -> NDArray[np.flo
 def draw_weights(
     d_model: int, num_heads: int, num_kv_heads: int, seed: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Draw W_q (H, E, D), W_k and W_v (Hkv, E, D) and W_o (H · D, E) of -1, 0 and 1.
+    """Draw random weights of -1, 0 and 1: W_q (H, E, D), W_k, W_v (Hkv, E, D), W_o (H · D, E).
 
-    At any width of the model, a column has about 2.4 numbers that are not 0. With more, the scores
-    would grow with the width, and each query would attend to one key alone.
+    A column has about 2.4 nonzero numbers, whatever ``d_model`` is. If this number grew with
+    ``d_model``, so would the scores, and each query would attend to a single key.
     """
     rng = np.random.default_rng([seed, d_model, num_heads, num_kv_heads])
     D = d_model // num_heads

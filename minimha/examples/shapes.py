@@ -28,7 +28,7 @@ PRINTED = (
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run 8 heads on x (2, 10, 512) to trace shapes; compute the head widths of five models."""
+    """Run 8 heads on x (2, 10, 512) and record shapes; compute the head widths of five models."""
     d_model, num_heads = 512, 8
     head_width = int(tap("head_width", np.array(d_model // num_heads)))
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The example of document 003: "The cat sat", causal, with and without the division by √d_k."""
+"""The example of document 003: "The cat sat", causal, with and without division by √d_k."""
 
 import numpy as np
 
@@ -31,7 +31,7 @@ PRINTED = (
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run one head and, if ``is_scaled`` is False, run it again with the division by √d_k."""
+    """Run one head and, if ``is_scaled`` is False, run it again with division by √d_k."""
     x = tap("x", X)
     q, k = x @ tap("W_q", I), x @ tap("W_k", I)
     tap("W_v", I)
@@ -43,7 +43,8 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 def divided(tap: Tap) -> Tap:
     """Return a tap for the head's second run, in which scores are divided by √d_k.
 
-    It passes on only the steps that the division changes, with names such as ``scaled[divided]``.
+    It passes to ``tap`` only the steps that differ from the first run, under names such as
+    ``scaled[divided]``.
     """
     changed = {"scaled", "masked", "row_max", "exponentials", "row_sum", "weights", "output"}
     return lambda name, value: tap(f"{name}[divided]", value) if name in changed else value

@@ -1,14 +1,14 @@
-"""The example of document 000's translation: encoder, masked decoder and cross-attention by hand.
+"""The translation example of document 000: an encoder-decoder with weights set by hand.
 
 The sentence is "The boy trains the puppy" → "Le garçon entraîne le chiot". A token has 0 or 1 in
-named columns, for its meaning, in either language, and its position. The encoder decides whether
-"trains" is a noun or a verb. The decoder reads ``<s>`` and the words written so far, and
-determines what kind of word may follow. Cross-attention then finds the English word of this kind.
+named columns, for its meaning and its position. The encoder decides whether "trains" is a noun or a
+verb. The decoder reads ``<s>`` and the words written so far, and predicts what kind of word may
+follow. Cross-attention then finds the English word of this kind.
 
 The example first computes all words at once, as in training. Then it writes one word after the
-other, as in generation. At last it leaves out the shift, the mask or cross-attention, to show their
-purpose. There are residual connections, but no norms or feed-forward layers, which would hide the
-numbers.
+other, as in generation. Finally, to show their purpose, it omits cross-attention, the shift and the
+mask in turn. There are residual connections, but no norms or feed-forward layers, so that the
+numbers remain easy to follow.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,11 @@ W_VOCAB = GAIN * np.eye(E, 5)  # a word's logit is the share of its meaning
 
 
 def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
-    """Return vectors (L, E): ``meanings``, then positions; if ``is_shifted``, row 0 is ``<s>``."""
+    """Return embeddings (L, E), each of which has a word's meaning and its position.
+
+    ``meanings`` has a row for each word. If ``is_shifted``, row 0 of the result is the start token
+    ``<s>``, and the words follow.
+    """
     x = np.zeros((len(meanings) + is_shifted, E))
     x[int(is_shifted) :, :AFTER] = meanings
     x[0, START] = is_shifted
@@ -51,7 +55,7 @@ def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
 
 
 def encoder() -> MultiHeadAttention:
-    """Return the encoder: head 0 finds if a verb was read, head 1 if "trains" is a verb."""
+    """Return the encoder's attention: head 0 looks for a verb, head 1 decides what "trains" is."""
     so_far, places, asks, offers = np.zeros((4, E, 6))
     so_far[START + 1 :] = GAIN * np.c_[2 * np.tri(5), np.ones(5)]  # words up to the query; "trains"
     places[START + 1 :, :5] = np.eye(5)
@@ -68,7 +72,7 @@ def encoder() -> MultiHeadAttention:
 
 
 def decoder() -> MultiHeadAttention:
-    """Return the decoder: head 0 looks for a verb, head 1 predicts what kind of word follows."""
+    """Return the decoder layer: head 0 looks for a verb, head 1 predicts the next kind of word."""
     asks, offers = np.zeros((2, E, 5))
     asks[START + 1 :, :2] = GAIN * np.array([2, 1])  # a verb, or else <s>, whose value is 0
     offers[TRAINS, 0] = offers[START, 1] = 1
@@ -85,7 +89,7 @@ def decoder() -> MultiHeadAttention:
 
 
 def cross() -> MultiHeadAttention:
-    """Return cross-attention with one head, which finds the English word to translate next."""
+    """Return a cross-attention layer whose head finds the English word to translate next."""
     W, side = np.eye(E, 6), np.eye(6)[AFTER]
     W[AFTER] *= 2  # with the bias: -1 before the verb, 1 from the verb on
     meaning = np.eye(E, 5)
@@ -95,7 +99,7 @@ def cross() -> MultiHeadAttention:
 
 
 def copying() -> MultiHeadAttention:
-    """Return a layer of one head that copies the next word, which a mask would hide."""
+    """Return a layer whose single head copies the next word, as it could without a mask."""
     me, meaning = np.eye(E, 5, -START - 1), np.eye(E, 5)
     ahead = np.zeros((E, 5))
     ahead[START + 1 : -1] = np.eye(5)[1:]
@@ -124,13 +128,13 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def probabilities(x: Array, tap: Tap) -> Array:
-    """Return the probability of each word of the vocabulary, (L, 5), for decoder rows (L, E)."""
+    """Return the probabilities (L, 5) of the vocabulary's words for decoder outputs x (L, E)."""
     logits = tap("logits", x @ W_VOCAB)
     return np.asarray(tap("probabilities", softmax(logits)[0]))
 
 
 def write(memory: Array, scale: float | None, tap: Tap) -> list[str]:
-    """Return five words, written one after the other from the encoder's output ``memory``."""
+    """Generate five French words one by one, from the encoder's output ``memory``; return them."""
     words: list[int] = []
     for step in range(1, 6):
         read = embeddings(np.eye(5)[words], is_shifted=True)

@@ -1,4 +1,4 @@
-"""The example of document 000: one token and two heads of width 2, each of which returns V."""
+"""The example of document 000: one token and two heads of width 2, each of which outputs V."""
 
 import numpy as np
 
@@ -35,7 +35,10 @@ ASSUMED = (
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run two heads; then multiply the outputs that the document assumes for them by W_o."""
+    """Run two heads, then multiply the head outputs that the document assumes by W_o.
+
+    The assumed outputs differ from those of the two heads.
+    """
     scale = None if is_scaled else 1.0
     layer = MultiHeadAttention.from_heads(W_Q, W_K, W_V, W_O)
     layer(X, tap=tap, is_causal=is_causal, scale=scale)

@@ -1,8 +1,8 @@
-"""A trace of every step of a computation, the meaning of each name, and ways to show a trace.
+"""Record the intermediate arrays of a run, explain each of them, and show them in many formats.
 
-The modules, in the order in which they use each other: ``record``, ``steps`` (with ``entries`` and
-``labels``), ``origins``, ``written``, then ``render``, ``page``, ``spreadsheet``, ``figures`` and
-``export``. ``Trace`` gives access to the first three; ``selection`` chooses which steps are shown.
+A ``Trace`` records the arrays, which are called *steps*. Imports between the modules go downwards
+in this order: ``record`` first, then ``steps`` (with ``entries`` and ``labels``), ``origins`` and
+``written``, and last ``render``, ``page``, ``spreadsheet``, ``figures`` and ``export``.
 """
 
 from html import escape
@@ -13,7 +13,7 @@ __all__ = ["Step", "Trace"]
 
 
 def _repr_html_(trace: Trace) -> str:
-    """Return the page of ``trace`` for a notebook, in a frame with the page's script alone."""
+    """Return the interactive page of ``trace`` for a notebook, in a sandboxed frame."""
     from minimha.explain.page import page
 
     try:

@@ -1,4 +1,4 @@
-"""Charts as data: lines, bars and grids of shades, drawn on a terminal and as SVG."""
+"""Charts as data: line charts, bar charts and shaded grids, for terminals and for SVG."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import NamedTuple
 Written = Callable[[float], str]
 Point = tuple[float, float] | None  # None is a gap
 MOST_STEPS = 5  # between ticks
-CLOSE = 1e-9  # what rounding may add to a whole number
+CLOSE = 1e-9  # the largest rounding error of a whole number
 
 
 class Axis(NamedTuple):
-    """An axis of a chart: its name, its base if it is logarithmic, and its format of numbers."""
+    """An axis of a chart: its name, the base of its scale, and its number format.
+
+    Without a ``base``, the scale is linear; with one, it is logarithmic.
+    """
 
     name: str
     base: int | None = None
@@ -23,9 +26,10 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """A line chart. ``series`` maps a line's name to its values at the x values ``places``.
+    """A line chart of one or more series over the x values ``places``.
 
-    A value that is not finite, or not positive on a logarithmic axis, leaves a gap.
+    ``series`` maps the name of each line to its y values. A line has a gap at a value that is not
+    finite, or that is 0 or negative on a logarithmic axis.
     """
 
     title: str
@@ -35,14 +39,17 @@ class Lines:
     series: Mapping[str, tuple[float, ...]]
 
     def scales(self) -> tuple[Scale, Scale]:
-        """Return the scales of x and y. The scale of y begins and ends at a round number."""
+        """Return the scales of x and y; the scale of y begins and ends at round numbers."""
         values = [value for series in self.series.values() for value in series]
         y = Scale.of(values if self.y.base else [0, *values], self.y.base)
         first, *_, last = y.ticks()
         return Scale.of(self.places, self.x.base), Scale(first, last, y.base)
 
     def points(self, values: tuple[float, ...], width: float) -> list[Point]:
-        """Return (x, y) for each value: x from 0 to ``width``, y from 0 to 1. A gap is None."""
+        """Return the points (x, y) of a line with the y values ``values``, or None for each gap.
+
+        x is from 0 to ``width``, and y is from 0 to 1.
+        """
         across, up = self.scales()
         found = ((across.at(x), up.at(y)) for x, y in zip(self.places, values, strict=True))
         return [None if x is None or y is None else (x * width, y) for x, y in found]
@@ -50,7 +57,10 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar chart. ``series`` maps a label to values, 0 or more, one for each of ``names``."""
+    """A bar chart with a group of bars for each of ``names``.
+
+    ``series`` maps a label to one non-negative value for each name.
+    """
 
     title: str
     names: tuple[str, ...]
@@ -59,13 +69,13 @@ class Bars:
 
     @property
     def longest(self) -> float:
-        """The greatest value, or 1 if all values are 0."""
+        """The largest value, or 1 if all values are 0."""
         return max((x for series in self.series.values() for x in series), default=0) or 1
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of numbers from 0 to 1, each on a background whose shade grows with the number."""
+    """A table of numbers from 0 to 1, each on a background whose shade shows the number."""
 
     title: str
     rows: tuple[str, ...]
@@ -75,7 +85,7 @@ class Grid:
 
 
 class Scale(NamedTuple):
-    """The scale of an axis from ``low`` to ``high``, logarithmic if ``base`` is given."""
+    """The range of an axis from ``low`` to ``high``, logarithmic if ``base`` is given."""
 
     low: float
     high: float
@@ -83,12 +93,18 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float], base: int | None) -> Scale:
-        """Return a scale that spans the finite ``values``, or with a ``base`` the positive ones."""
+        """Return the scale from the least to the greatest finite value.
+
+        With a ``base``, only positive values count.
+        """
         shown = [x for x in values if math.isfinite(x) and (x > 0 or not base)]
         return cls(min(shown, default=1), max(shown, default=1), base)
 
     def at(self, number: float) -> float | None:
-        """Return the position of ``number``: 0 at ``low``, 1 at ``high``. None if undefined.
+        """Return the position of ``number`` on the scale, which is 0 at ``low`` and 1 at ``high``.
+
+        Return None for a number that is not finite, or that is 0 or negative on a logarithmic
+        scale.
 
         >>> Scale(1, 100, 10).at(10), Scale(0, 4).at(1), Scale(1, 2, 10).at(0)
         (0.5, 0.25, None)
@@ -103,7 +119,8 @@ class Scale(NamedTuple):
     def ticks(self) -> list[float]:
         """Return at least two round numbers that enclose the scale.
 
-        The ticks are powers of the base, or multiples of 1, 2 or 5 times a power of 10.
+        With a base, they are powers of the base. Without one, they are the multiples of 1, 2 or 5
+        times a power of 10.
 
         >>> Scale(0, 0.93).ticks(), Scale(3, 700, 10).ticks()
         ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [1.0, 10.0, 100.0, 1000.0])

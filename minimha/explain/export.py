@@ -1,6 +1,6 @@
-"""Export of a trace as JSON, CSV, npz, xlsx, Markdown, LaTeX, SVG or HTML, and of tables.
+"""Export traces as JSON, CSV, npz, xlsx, Markdown, LaTeX, SVG or HTML, and tables as text.
 
-Functions return the content of a file and write nothing.
+The functions return the content of a file; they write no files.
 """
 
 import csv
@@ -32,10 +32,11 @@ Content = str | bytes | dict[str, str]
 
 
 def trace_as(kind: str, trace: Trace, decimals: int, *, answers: Collection[str] = ()) -> Content:
-    """Return ``trace`` in the format ``kind``, such as "json". SVG and PNG have only its figures.
+    """Return ``trace`` in the format ``kind``, such as "json".
 
-    CSV is a dictionary that maps file names to text. If ``answers`` names steps, HTML is a page to
-    print: an exercise if ``trace`` leaves these steps blank, else its solution.
+    SVG and PNG have only the figures. CSV is a dictionary that maps file names to text. HTML is an
+    interactive page or, if ``answers`` names steps, a worksheet to print. The worksheet is an
+    exercise if those steps are blank in ``trace``, else its solution.
     """
     makers: dict[str, Callable[[], Content]] = {
         "json": lambda: as_json(trace),
@@ -54,10 +55,11 @@ def trace_as(kind: str, trace: Trace, decimals: int, *, answers: Collection[str]
 def as_json(trace: Trace, *, has_values: bool = True) -> str:
     """Return ``trace`` as JSON: ``{"example", "source", …, "steps": [...]}``.
 
-    A step has name, symbol, axes, formula, note, shape and value. It may have labels (``rows``,
-    ``columns``), indices (``batch``, ``head``, ``kv_head``), ``hidden`` (the weights that a mask
-    hides), and ``printed`` (what documents print). ``cell`` has the computation of a chosen cell.
-    Infinities and NaN are strings. ``reading.trace_from`` turns the JSON into a trace again.
+    A step has name, symbol, axes, formula, note, shape and, if ``has_values``, value. It may have
+    labels (``rows``, ``columns``), indices (``batch``, ``head``, ``kv_head``), ``hidden`` (the
+    indices of masked weights) and ``printed`` (numbers printed in documents). If ``trace.cell``
+    names a cell, ``cell`` has its computation. Infinities and NaN are strings.
+    ``reading.trace_from`` reads the JSON.
     """
     record: dict[str, Any] = {
         "example": trace.example,
@@ -102,9 +104,10 @@ def as_markdown(trace: Trace, decimals: int) -> str:
 
 
 def as_latex(trace: Trace, decimals: int) -> str:
-    """Return ``trace`` as a document that pdfLaTeX, XeLaTeX or LuaLaTeX compiles as it is.
+    """Return ``trace`` as a complete document for pdfLaTeX, XeLaTeX or LuaLaTeX.
 
-    Narrow steps stand side by side. A formula or note of an earlier head or block is not repeated.
+    Narrow steps are side by side. A formula and note that an earlier step has, such as that of
+    another head, are not repeated.
     """
     body = [rf"\section*{{{_latex(trace.example)}}}", _latex(trace.source), _latex(_axes(trace))]
     body.append("\n".join(_latex_step(*found, decimals) for found in wording.news(trace.shown)))
@@ -144,12 +147,12 @@ def _latex_step(step: Step, is_new: bool, decimals: int) -> str:
 
 
 def as_csv(trace: Trace) -> dict[str, str]:
-    """Map file names to CSV text, with one file for each step and head.
+    """Return ``trace`` as a dictionary from file names to CSV text, one file per step and head.
 
-    A matrix is written row by row; a vector is one row, a scalar one number. Numbers have full
-    precision, and there is no header. ``labels.csv`` has the labels of the rows and columns of each
-    file, ``cell.csv`` the computation of the chosen cell. An apostrophe is added before words that
-    a spreadsheet might run as a formula: they begin with =, +, -, @, a tab or a line break.
+    A matrix is written row by row; a vector is one row. Numbers have full precision, and there is
+    no header. ``labels.csv`` has the row and column labels of each file. If ``trace.cell`` names a
+    cell, ``cell.csv`` has its computation. A spreadsheet might run words that begin with =, +, -,
+    @, a tab or a line break as a formula, so an apostrophe precedes them.
     """
     digits = max(2, len(str(len(trace.steps))))  # so that sorted file names keep the order
     files = {_file_name(f"{n:0{digits}}", step): step for n, step in enumerate(trace.steps, 1)}
@@ -166,9 +169,9 @@ def as_csv(trace: Trace) -> dict[str, str]:
 
 
 def as_npz(trace: Trace) -> bytes:
-    """Return an npz archive with one array per step, all heads together.
+    """Return an npz archive with one array per step, which has all shown batch entries and heads.
 
-    The array ``trace`` has everything else that ``as_json`` returns, such as labels, as text.
+    The array ``trace`` has the result of ``as_json`` without values, as text.
     """
     arrays = {name: _plain(value) for name, value in trace.arrays.items()}
     if "trace" in arrays:
@@ -208,7 +211,7 @@ def _printed_record(c: Comparison) -> dict[str, Any]:
 
 
 def _nested(value: Any) -> Any:
-    """Return ``value`` with nonfinite numbers as strings that ``float()`` reads; JSON has none."""
+    """Return ``value`` with nonfinite numbers as strings for ``float()``, since JSON has none."""
     if isinstance(value, list):
         return [_nested(part) for part in value]
     return value if value is None or math.isfinite(value) else str(value)
@@ -346,32 +349,33 @@ def _archive(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def _plain(value: NDArray[Any]) -> NDArray[Any]:
-    """Return ``value`` in a dtype that every reader knows; bfloat16 becomes float32, exactly."""
+    """Return ``value`` in a common dtype; bfloat16 becomes float32, without loss."""
     return value if value.dtype.kind in "fiub" else value.astype(np.float32)
 
 
 def table_as_json(content: Any) -> str:
-    """Return ``content``, such as a table's records, as JSON."""
+    """Return ``content``, such as the records of a table, as JSON."""
     return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
 
 
 def table_as_markdown(records: Sequence[Mapping[str, str]]) -> str:
-    """Return ``records`` as a Markdown table, with their keys as its header."""
+    """Return ``records`` as a Markdown table; their keys are the header."""
     lines = [[_markdown(cell) for cell in row] for row in _rows(records)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def table_as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return ``records`` as CSV: a header with their keys, then one line for each record."""
+    """Return ``records`` as CSV: a header of their keys, then one line per record."""
     return _lines(_rows(records), IN_TABLE)
 
 
 def result_as(kind: str, result: Result) -> str | bytes:
-    """Return an experiment's ``result`` in the format ``kind``. SVG and PNG show its figures.
+    """Return an experiment's ``result`` in the format ``kind``, such as "csv".
 
-    JSON and CSV have exact numbers. CSV joins several tables to one. Its first column then has the
-    title of each row's table, and columns of other tables are empty.
+    SVG and PNG have only the figures. JSON and CSV have exact numbers. If there are several tables,
+    CSV joins them into one: each row begins with the title of its table, and is empty in columns
+    that its table lacks.
     """
     if kind in ("svg", "png"):
         picture = charts.svg(result)

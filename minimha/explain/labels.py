@@ -1,4 +1,4 @@
-"""Labels of rows and columns: tokens, or their numbers."""
+"""Label rows and columns by tokens, or by indices if the tokens are unknown."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,9 @@ NOT_IN_XML = "\ufffe\uffff"
 def token_labels(
     queries: Iterable[str], keys: Iterable[str] | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Map each axis that counts tokens to its labels. ``keys`` default to ``queries``.
+    """Return a dictionary from the names of token axes to their labels.
+
+    ``queries`` and ``keys`` are the tokens. Default of ``keys`` is ``queries``.
 
     >>> token_labels(["cat", "sat"])["Lk"]
     ('cat', 'sat')
@@ -30,9 +32,10 @@ def token_labels(
 
 
 def first_token(name: str, axis: str, blocks: tuple[int, int] | None) -> int:
-    """Return the number of the first token that the step ``name`` has along ``axis``.
+    """Return the index of the first token along ``axis`` of the traced array ``name``.
 
-    It is 0, except in a step for one block, such as ``S[i=0,j=1]``. ``blocks`` is (B_r, B_c).
+    It is 0, except in an array for one block, such as ``S[i=0,j=1]``. ``blocks`` is (B_r, B_c), the
+    block sizes.
     """
     block = BLOCK.search(name)
     if axis not in BLOCK_AXES or block is None or blocks is None:
@@ -44,9 +47,11 @@ def first_token(name: str, axis: str, blocks: tuple[int, int] | None) -> int:
 def axis_labels(
     name: str, axis: str, size: int, known: Labels, blocks: tuple[int, int] | None
 ) -> tuple[str, ...] | None:
-    """Return the labels of the step ``name`` along ``axis``, or None if the axis has no labels.
+    """Return the labels along ``axis`` of the traced array ``name``.
 
-    ``known`` are the labels of the run, ``size`` the length of the axis, ``blocks`` (B_r, B_c).
+    ``known`` has the labels of the run, ``size`` is the length of the axis, and ``blocks`` is
+    (B_r, B_c), the block sizes. If ``known`` has too few labels, the labels of an axis of tokens
+    are indices. Return None for another axis without ``size`` labels.
     """
     start = first_token(name, axis, blocks)
     if axis in BLOCK_AXES:
@@ -66,8 +71,8 @@ def axis_labels(
 def printable(text: str) -> str:
     """Return ``text`` with invisible control characters escaped.
 
-    A terminal obeys control characters. Bidirectional ones change the order of the text after them.
-    XML forbids some.
+    Control characters can change the state of a terminal, or the order of text. XML forbids some of
+    them.
 
     >>> print(printable("a\\x1b[2J \\u202eb"))
     a\\x1b[2J \\u202eb

@@ -1,4 +1,4 @@
-"""Numbers as text, in the same form on the terminal and on every page."""
+"""Format numbers as text, with the same rules in the terminal and on pages."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,11 +11,11 @@ LARGEST_FIXED = 1e6  # larger numbers have an exponent
 
 
 def cells(value: NDArray[Any], decimals: int, like: NDArray[Any] | None = None) -> list[list[str]]:
-    """Return the numbers of ``value`` as rows of text; a vector is one row, a scalar one number.
+    """Return the numbers of ``value`` as rows of text; a vector is one row.
 
-    Whole numbers have no decimals if all numbers are whole. All numbers have an exponent if the
-    largest is too large or too small for fixed decimals. If ``like`` is given, its numbers decide
-    instead.
+    If all numbers are whole, they have no decimals, else ``decimals``. They have an exponent if the
+    largest magnitude is too large or too small for fixed decimals. If ``like`` is given, its
+    numbers and not those of ``value`` determine the format.
 
     >>> cells(np.array([[1.0, -np.inf]]), 3), cells(np.array([0.5, -1e-9]), 3)
     ([['1', '-∞']], [['0.500', '0.000']])
@@ -26,13 +26,16 @@ def cells(value: NDArray[Any], decimals: int, like: NDArray[Any] | None = None) 
 
 
 def as_matrix(value: NDArray[Any]) -> NDArray[Any]:
-    """Return ``value`` with two axes; a vector is one row, a scalar one number."""
+    """Return ``value`` reshaped to two axes; a vector is one row, a scalar one number."""
     width = value.shape[-1] if value.ndim else 1
     return value.reshape(math.prod(value.shape[:-1]), width)
 
 
 def term(value: NDArray[Any], decimals: int) -> Callable[[float], str]:
-    """Return a function that writes a number as ``cells`` does, but whole numbers without decimals.
+    """Return a function that formats a single number of ``value``.
+
+    Whole numbers have no decimals, and other numbers have ``decimals``. As in ``cells``, all have
+    an exponent if the largest magnitude needs one.
 
     >>> say = term(np.array([0.5, 1, 1e-17]), 3)
     >>> say(0.5), say(1), say(1e-17)
@@ -44,7 +47,7 @@ def term(value: NDArray[Any], decimals: int) -> Callable[[float], str]:
 
 
 def limits(values: Iterable[NDArray[Any]]) -> tuple[float, float]:
-    """Return the least and the greatest finite number in all ``values``, or (0, 0) without any.
+    """Return the least and the greatest finite number in all arrays, or (0, 0) if there is none.
 
     >>> limits([np.array([1.0, -np.inf]), np.array([[2]])])
     (1.0, 2.0)
@@ -63,13 +66,19 @@ def _form(value: NDArray[np.float64], decimals: int) -> str:
 
 
 def needs_exponent(value: NDArray[np.float64], decimals: int) -> bool:
-    """Return whether the largest finite number is too large or too small for fixed decimals."""
+    """Return whether the largest finite magnitude in ``value`` needs an exponent.
+
+    It does if it is too large, or if it would be 0 when it is rounded to ``decimals`` decimals.
+    """
     largest = abs(value[np.isfinite(value)]).max(initial=0)
     return bool(largest >= LARGEST_FIXED or 0 < largest < 0.5 * 10.0**-decimals)
 
 
 def in_units(number: int, unit: str) -> str:
-    """Return ``number`` with three digits, a prefix and ``unit``: 124 M, or for bytes 1.21 GiB."""
+    """Return ``number`` with three digits, a prefix and ``unit``, such as "1.21 GiB".
+
+    If the unit is "B" (bytes), prefixes are powers of 1024, else powers of 1000.
+    """
     base = 1024 if unit == "B" else 1000
     signs = {"": ("K", "M", "B", "T"), "B": ("Ki", "Mi", "Gi", "Ti")}.get(
         unit, ("K", "M", "G", "T", "P", "E")

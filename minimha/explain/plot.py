@@ -1,4 +1,4 @@
-"""A chart as lines of text: marks on a grid of characters, or bars of block characters."""
+"""Draw line and bar charts as lines of text for a terminal."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,9 +12,10 @@ LEFT, GAP = 4, 2  # characters of the left margin, and between a name and its ba
 
 
 def plot(data: Lines | Bars, width: int, *, is_ascii: bool) -> list[str]:
-    """Draw a chart, without its title, as lines of text with at most ``width`` characters.
+    """Draw a chart without its title, as lines of text of at most ``width`` characters.
 
-    Where two marks coincide, the mark of the earlier series is shown.
+    A ``width`` below 40 counts as 40. If ``is_ascii``, all marks are ASCII characters. Where marks
+    of several series coincide, that of the first series is shown.
     """
     width = max(min(width, WIDEST), 40)
     if isinstance(data, Bars):

@@ -1,8 +1,9 @@
-"""Comparison of the numbers that a document prints with the exact ones.
+"""Compare the numbers printed in a document with exact values.
 
-The status of a printed number says how it relates to the exact value. The status is computed from
-the number, the exact value, and the value that follows from the *printed*, already rounded,
-previous step. A worked example also states the status that it expects; a test compares the two.
+The status of a printed number is its relation to the exact value, such as "truncated". It is
+computed from the number, the exact value, and the value that follows from the *printed*, rounded
+numbers of the previous step. A worked example also states the status that it expects, and a test
+compares the expected with the computed status.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ DOWN = (ROUND_DOWN,)
 
 
 class Status(str, Enum):
-    """How a printed number relates to the exact one, computed from the document's inputs."""
+    """The relation of a printed number to the exact value, which follows from the inputs."""
 
     EXACT = "exact"
     TRUNCATED = "truncated"
@@ -43,7 +44,11 @@ IN_WORDS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """A printed number, the exact value, and how the two are related."""
+    """A printed number, its exact value, and how the two are related.
+
+    ``status`` is the relation that the worked example states, ``computed`` the one that follows
+    from the numbers. ``origin`` names what the printed number should follow from.
+    """
 
     value: float  # the printed number
     exact: float | None  # None if the document gives no inputs
@@ -58,7 +63,7 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The comparison in words.
+        """The comparison as a sentence.
 
         >>> PrintedMatrix("weights", ("0.268",), status=Status.TRUNCATED, source="").compare(
         ...     np.array([0.2689414]))[0].sentence
@@ -73,7 +78,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class PrintedMatrix:
-    """The numbers that a document prints for one step, with the expected status of each."""
+    """The numbers that a document prints for one step, and the expected status of each.
+
+    ``status`` is that of all numbers, except those whose index ``but`` maps to another one.
+    ``exact`` are the exact values, by default the step's own. ``rounded`` are the values that
+    follow from the printed numbers of the previous step.
+    """
 
     step: str  # the name of the step
     rows: tuple[str, ...]  # one line per row, decimals kept: ("0.268 0.731 0",)
@@ -94,7 +104,11 @@ class PrintedMatrix:
         return np.array([[_number(text) for text in row.split()] for row in self.rows])
 
     def compare(self, step_value: NDArray[Any]) -> tuple[Comparison, ...]:
-        """Compare each printed number with the exact one in ``step_value``, in reading order."""
+        """Compare each printed number with its exact value, row by row.
+
+        The exact values are ``self.exact`` or, if that is None, ``step_value``. Raise ValueError if
+        the document prints another number of values.
+        """
         exact = step_value if self.exact is None else self.exact
         texts = [text for row in self.rows for text in row.split()]
         if len(texts) != exact.size:
@@ -119,11 +133,11 @@ class PrintedMatrix:
 def classify(
     text: str, exact: float | None, rounded: float | None = None, *, is_assumed: bool = False
 ) -> Status:
-    """Return the status of the printed number ``text``, given with all printed decimals.
+    """Return the status of the printed number ``text``, whose decimals are as printed.
 
-    ``exact`` follows from the document's inputs; it is None if there are none. ``rounded`` follows
-    from the printed numbers of the previous step. ``is_assumed`` is True if the document says that
-    it assumes the number.
+    ``exact`` is the value that follows from the document's inputs, or None if it has none.
+    ``rounded`` is the value that follows from the printed numbers of the previous step, if known.
+    ``is_assumed`` states whether the document calls the number an assumption.
 
     >>> [classify(text, 0.2689414).value for text in ("0.269", "0.268", "0.3", "0.25")]
     ['exact', 'truncated', 'exact', 'wrong']

@@ -1,7 +1,8 @@
-"""Ramps of shades for heatmaps on a terminal: one per colour depth, and two of characters.
+"""Colour and character ramps for heatmaps on a terminal.
 
-From shade to shade every ramp grows lighter, or darker on a light terminal, so a colour-blind
-reader can tell shades apart.
+Each colour depth of terminals has a ramp of shades for dark and one for light backgrounds. Two more
+ramps consist of characters. Along a ramp, shades become lighter, or darker on a light background,
+so that colour-blind readers can tell them apart.
 """
 
 from itertools import pairwise
@@ -21,7 +22,10 @@ SIXTEEN = {0: 15, 4: 15, 6: 0, 14: 0}
 
 
 class Ramp(NamedTuple):
-    """A heatmap's shades, from least to most, and signs for hidden cells, bars and infinity."""
+    """The shades of a heatmap, lowest first, and signs for hidden cells, bars and infinity.
+
+    A shade is a character and a style, which is "" if the shades are characters.
+    """
 
     shades: tuple[tuple[str, str], ...]
     hidden: str = "×"
@@ -30,11 +34,11 @@ class Ramp(NamedTuple):
 
     @property
     def in_color(self) -> bool:
-        """True if the shades are colours, on which a number can be written."""
+        """True if the shades are background colours, False if they are characters."""
         return bool(self.shades[0][1])
 
     def shade(self, level: float) -> tuple[str, str]:
-        """Return the shade nearest to ``level``, from 0 to 1.
+        """Return the shade for ``level``, a number from 0 to 1, as a character and a style.
 
         >>> [RAMPS["blocks"].shade(level)[0] for level in (0.001, 0.249, 0.5, 1)]
         [' ', '░', '▒', '█']
@@ -43,7 +47,7 @@ class Ramp(NamedTuple):
 
 
 def luminance(color: Color) -> float:
-    """Return the relative luminance of an sRGB colour, from 0 to 1 (WCAG 2.2).
+    """Return the relative luminance of an sRGB colour, from 0 (black) to 1 (white), as in WCAG 2.2.
 
     >>> luminance(BLACK), luminance(WHITE)
     (0.0, 1.0)
@@ -56,7 +60,7 @@ def luminance(color: Color) -> float:
 
 
 def ink_on(color: Color) -> Color:
-    """Return black or white, the one with more contrast on ``color``. The contrast is 4.5 or more.
+    """Return black or white, whichever has more contrast on ``color``; the contrast is above 4.5.
 
     >>> ink_on((0, 0, 95)), ink_on((135, 255, 255))
     ((255, 255, 255), (0, 0, 0))

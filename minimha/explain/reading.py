@@ -1,4 +1,4 @@
-"""Reading of a trace that ``export`` wrote as JSON or npz."""
+"""Read traces that ``export`` wrote as JSON or npz."""
 
 import re
 from collections import defaultdict
@@ -21,9 +21,11 @@ KINDS = ("head", "kv_head")
 def trace_from(
     record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
 ) -> Trace:
-    """Return the trace stored in ``record`` (parsed JSON) and ``arrays`` (values of an npz file).
+    """Rebuild a trace from ``record``, the parsed JSON of ``export.as_json``.
 
-    ValueError is raised for a record that ``export`` cannot have written.
+    If it comes from an npz file, ``arrays`` are the other arrays of the file.
+
+    Raises ValueError for a record that ``export`` cannot have written.
     """
     hidden: dict[str, NDArray[np.bool_]] = {}
     kept: dict[str, tuple[str, list[int]]] = {}
@@ -61,7 +63,7 @@ def trace_from(
 def _whole(
     name: str, steps: Sequence[Mapping[str, Any]], array: NDArray[Any] | None
 ) -> NDArray[Any]:
-    """Return the values of all batch entries and heads of a step as one array."""
+    """Return the values of a step as one array, with all batch entries and heads."""
     shape = tuple(steps[0]["shape"])
     if array is None:
         dtype = np.dtype(steps[0].get("dtype", "float64"))

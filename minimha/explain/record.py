@@ -1,4 +1,4 @@
-"""The record of a run: a tap that stores each array, and facts about the run."""
+"""Record a run: a tap that stores each intermediate array, and facts about the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from minimha.explain.printed import PrintedMatrix
 
 @dataclass(eq=False)
 class Record:
-    """The arrays of a run, by name in order of computation. ``Trace`` explains the attributes."""
+    """The recorded arrays of a run by name, in order of computation, and facts about the run.
+
+    ``Trace`` documents the attributes.
+    """
 
     example: str = "attention"
     source: str = ""
@@ -38,8 +41,8 @@ class Record:
     def __call__(self, name: str, value: Any) -> Any:
         """Store a read-only copy of ``value`` under ``name`` and return ``value`` itself.
 
-        A string is the source code of a ``score_mod`` or ``mask_mod``, shown in the note of the
-        step.
+        If ``value`` is a string, it is the source code of a ``score_mod`` or ``mask_mod``, which is
+        shown in a note. Raise ValueError if ``name`` already has an array.
         """
         if isinstance(value, str):
             self.functions[name] = value
@@ -61,5 +64,5 @@ class Record:
         return iter(self.values)
 
     def has(self, name: str) -> bool:
-        """Return whether the run has the step ``name``, even if its values are not stored here."""
+        """Return whether the run computed the array ``name``, even if this record lacks it."""
         return name in self.values or name in self.computed

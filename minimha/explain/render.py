@@ -1,7 +1,6 @@
-"""Display of a trace on a terminal; no other module imports rich.
+"""Render traces, tables and results as lines of text for a terminal; only this module uses rich.
 
-Everything is lines of text. A terminal gets a wide matrix in groups of columns, a file gets it
-whole.
+If a width is given, matrices that are wider are split into groups of columns.
 """
 
 import io
@@ -51,14 +50,15 @@ STYLES = {
 
 
 def console_for(stream: IO[str]) -> Console:
-    """Return a console for ``stream`` that prints text like ``[bold]`` as it is, not as markup."""
+    """Return a rich console for ``stream`` that prints text verbatim, without markup."""
     return Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def ramp_for(console: Console) -> str:
-    """Return the name of the best set of shades that ``console`` can show on its background.
+    """Return the name of the best heatmap ramp (key of ``RAMPS``) that ``console`` can show.
 
-    Some terminals set COLORFGBG to the numbers of their colours, such as 0;15 for black on white.
+    The environment variable COLORFGBG, such as 0;15 (black on white), shows whether the terminal's
+    background is light.
     """
     try:
         "█∞".encode(console.encoding)
@@ -73,10 +73,10 @@ def ramp_for(console: Console) -> str:
 
 
 def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
-    """Return ``trace`` as text: its steps, heatmaps, and how a query picks its values.
+    """Return ``trace`` as text: its steps, heatmaps, and the values that a query averages.
 
-    Numbers that are not whole get ``decimals`` decimals. If ``width`` is None, no line is broken.
-    ``ramp`` names the shades of heatmaps.
+    ``decimals`` is the number of decimals of numbers that are not whole. If ``width`` is None,
+    lines are not broken. ``ramp`` is a key of ``RAMPS``, the shades of heatmaps.
     """
     shades = RAMPS[ramp]
     lines = _paragraph(trace.example, width, "bold", indent=0)
@@ -106,7 +106,10 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
 
 
 def table(records: Sequence[Mapping[str, str]], encoding: str = "utf-8") -> Table:
-    """Return ``records`` as a table with their keys as header, for a stream with ``encoding``."""
+    """Return ``records`` as a rich table, with the keys of the first record as its header.
+
+    Signs that ``encoding`` lacks are replaced by letters.
+    """
     shown = Table(
         *(as_written(key, encoding) for key in records[0]),
         box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold",
@@ -121,7 +124,10 @@ def table(records: Sequence[Mapping[str, str]], encoding: str = "utf-8") -> Tabl
 def tables(
     titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None, encoding: str = "utf-8"
 ) -> Group:
-    """Return each title with its table below. All columns but the first are right-aligned."""
+    """Return tables one below the other, each below its title, a key of ``titled``.
+
+    All columns except the first are right-aligned.
+    """
     parts: list[RenderableType] = []
     for title, records in titled.items():
         parts += [Text(), *_paragraph(title, width, "bold" if records else "", indent=0)]
@@ -134,7 +140,7 @@ def tables(
 
 
 def result(found: Result, width: int | None, ramp: str, encoding: str = "utf-8") -> Group:
-    """Return the tables, charts and conclusion of an experiment."""
+    """Return the tables, charts and conclusion of an experiment as a rich group."""
     from minimha.explain.chart import Bars, Grid, Lines
     from minimha.explain.plot import plot
 
@@ -153,7 +159,7 @@ def result(found: Result, width: int | None, ramp: str, encoding: str = "utf-8")
 
 
 def _grid(data: "Grid", ramp: Ramp) -> Iterator[Text]:
-    """Yield the lines of a table of numbers on shades; without colours, beside the shades."""
+    """Yield the lines of a grid: numbers on coloured shades, or beside characters as shades."""
     margin = INDENT + max(map(cell_len, data.rows)) + GAP
     widths = [max(cell_len(name), 7) for name in data.columns]
     heads = zip(data.columns, widths, strict=True)
@@ -170,7 +176,7 @@ def _grid(data: "Grid", ramp: Ramp) -> Iterator[Text]:
 
 @contextmanager
 def busy(stream: IO[str], doing: str) -> Iterator[None]:
-    """On a terminal, show ``doing`` beside a spinner while the ``with`` block runs."""
+    """Show ``doing`` beside a spinner during the ``with`` block, if ``stream`` is a terminal."""
     console = Console(file=stream, markup=False, highlight=False)
     with console.status(doing) if console.is_terminal else nullcontext():
         yield
@@ -178,7 +184,11 @@ def busy(stream: IO[str], doing: str) -> Iterator[None]:
 
 @contextmanager
 def progress(stream: IO[str], steps: int | None) -> Iterator[Callable[[str], None]]:
-    """Yield a function to call with each step's name. A terminal then shows a progress bar."""
+    """Yield a function to call with each step's name before the step begins.
+
+    If ``stream`` is a terminal, the call advances a progress bar. ``steps`` is the total number of
+    steps, or None if it is unknown.
+    """
     console = Console(file=stream, markup=False, highlight=False)
     if not console.is_terminal:  # older rich ends even a disabled bar with a newline
         yield lambda doing: None
@@ -196,7 +206,7 @@ def progress(stream: IO[str], steps: int | None) -> Iterator[Callable[[str], Non
 
 
 def plain(shown: RenderableType) -> str:
-    """Return ``shown`` as text without colours and trailing blanks, in ``EXPORT_WIDTH`` columns."""
+    """Return ``shown`` as plain text of ``EXPORT_WIDTH`` columns, without trailing blanks."""
     if isinstance(shown, Text):
         lines = shown.plain
     else:
@@ -233,7 +243,7 @@ def _matrix(step: Step, decimals: int, width: int | None, infinity: str) -> list
 
 
 def _column_groups(widths: Sequence[int], available: int | None, gap: int = GAP) -> list[list[int]]:
-    """Return the numbers of the columns in groups that fit into ``available`` characters."""
+    """Return the column numbers in groups that fit into ``available`` characters."""
     groups: list[list[int]] = [[]]
     used = 0
     for column, size in enumerate(widths):
@@ -267,7 +277,7 @@ def _is_long(drawn: Sequence[tuple[str, Step]]) -> bool:
 
 
 def _heatmaps(drawn: Sequence[tuple[str, Step]], width: int, ramp: Ramp) -> list[Text]:
-    """Return the heatmaps side by side, with the largest cells for which each fits ``width``."""
+    """Return the heatmaps side by side, with the largest cells that fit ``width``."""
     blocks: list[list[Text]] = []
     for size in CELL_SIZES:
         blocks = [

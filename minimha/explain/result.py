@@ -1,4 +1,4 @@
-"""The result of an experiment: tables, figures, and the conclusion drawn from them."""
+"""Define the result of an experiment: tables, figures and a conclusion."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of exact values. ``columns`` maps each name to a function that formats its values."""
+    """A table of exact values, with a format for each column.
+
+    ``columns`` maps each column's name to a function that formats its values.
+    """
 
     title: str
     columns: Mapping[str, Callable[[Any], str]]
     rows: tuple[tuple[Any, ...], ...]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return for each row a dictionary that maps columns to exact values."""
+        """Return one dictionary per row, from column name to exact value."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def written(self) -> list[dict[str, str]]:
-        """Return for each row a dictionary that maps columns to formatted values."""
+        """Return one dictionary per row, from column name to formatted value."""
         writers = tuple(self.columns.values())
         return [
             dict(zip(self.columns, (w(x) for w, x in zip(writers, row, strict=True)), strict=True))

@@ -1,4 +1,4 @@
-"""Selection of the steps to show, by ``--only``, ``--head``, ``--query`` and ``--hide``."""
+"""Select the steps to show, by the options ``--only``, ``--head``, ``--query`` and ``--hide``."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ DRAWINGS = ("heatmap", "picks")  # drawings, which ``only`` may also name
 
 
 def check_names(every: Sequence[Step], only: Sequence[str], blank: Sequence[str]) -> None:
-    """Raise ValueError if a name in ``only`` or ``blank`` is no step; suggest a similar name."""
+    """Raise ValueError if ``only`` or ``blank`` names an unknown step; suggest a similar name."""
     if not only and not blank:
         return
     known = dict.fromkeys(name for step in every for name in sorted(step.names))
@@ -36,7 +36,10 @@ def check_names(every: Sequence[Step], only: Sequence[str], blank: Sequence[str]
 
 
 def of_head(every: Sequence[Step], head: int | None) -> tuple[Step, ...]:
-    """Return the steps that query head ``head`` or all heads compute or use; all steps if None."""
+    """Return the steps that query head ``head`` computes or uses, or all steps if it is None.
+
+    Raise ValueError if there is no such head.
+    """
     heads = {step.head for step in every if step.head is not None}
     if head is None or (not heads and head == 0):
         return tuple(every)
@@ -48,15 +51,16 @@ def of_head(every: Sequence[Step], head: int | None) -> tuple[Step, ...]:
 
 
 def blanked(step: Step) -> Step:
-    """Return ``step`` without its numbers, for a worksheet."""
+    """Return a copy of ``step`` with NaN instead of its numbers, for a worksheet."""
     blank = np.full(step.value.shape, np.nan)
     return replace(step, value=blank, hidden=None, printed=(), is_blank=True)
 
 
 def row_of(step: Step, query: str) -> Step | None:
-    """Return the row of ``query`` as a step, or None if ``step`` has no such row.
+    """Return ``step`` with only the row of ``query``, or None if it has no such row.
 
-    A long row is cut to its largest entries.
+    A long row is cut to its largest entries, or to those of largest magnitude if its columns are
+    not keys.
     """
     row = step.number(0, query) if step.axes[:1] in QUERY_AXES else None
     if row is None:
@@ -82,7 +86,11 @@ def row_of(step: Step, query: str) -> Step | None:
 
 
 def likeliest(step: Step, logits: NDArray[Any]) -> Step:
-    """Return ``step``. A long vocabulary is cut to the largest ``logits`` of the last query."""
+    """Return ``step`` with only the most probable tokens, if its last axis is a long vocabulary.
+
+    They are the tokens with the largest ``logits`` in the last row. Any other step is returned
+    unchanged.
+    """
     if step.axes[-1:] != ("V",) or step.value.shape[-1] <= LONGEST_ROW:
         return step
     row = logits.reshape(-1, logits.shape[-1])[-1]
@@ -95,7 +103,7 @@ def likeliest(step: Step, logits: NDArray[Any]) -> Step:
 
 
 def largest(row: NDArray[Any]) -> list[int]:
-    """Return the indices of all entries of ``row``, or of the ``MOST`` largest if ``row`` is long.
+    """Return the indices of all entries of ``row``, or of the 16 largest in a long row, in order.
 
     >>> largest(np.zeros(3)), largest(np.arange(40))[:3]
     ([0, 1, 2], [24, 25, 26])

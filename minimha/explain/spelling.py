@@ -1,4 +1,4 @@
-"""Replacement of mathematical signs by letters, for output encodings that lack the signs."""
+"""Replace mathematical signs by letters, for output encodings that lack the signs."""
 
 SPELLINGS = {
     "∞": "inf", "−": "-", "·": "*", "×": "x", "√": "sqrt ", "²": "^2", "ᵀ": "^T", "Σ": "sum",
@@ -24,9 +24,9 @@ def as_written(text: str, encoding: str) -> str:
 
 
 def spelled(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that cannot be encoded by letters: an error handler for ``codecs``.
+    """Replace unencodable characters by letters, or by ``?``: an error handler for ``codecs``.
 
-    A character without a spelling becomes ``?``.
+    Return the replacement and the index after the characters.
 
     >>> import codecs
     >>> codecs.register_error("spelled", spelled)

@@ -1,4 +1,4 @@
-"""The steps of a run: each traced array as matrices, one for each batch entry and head."""
+"""Split each traced array into steps: one matrix for each batch entry and head."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ SCORES_OF = {"weights": "masked", "P": "S"}  # -∞ in the latter shows which we
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A matrix of one batch entry and head, with all that is needed to show it.
+    """A traced matrix of one batch entry and head, with its formula, labels and notes.
 
     Attributes
     ----------
     name, symbol, formula, note, source : str
     tex_symbol, tex : str
-        Symbol and formula for a page.
+        Symbol and formula in TeX, for pages.
     axes : tuple of str
         The name of each axis of ``value``.
     value : ndarray, read-only
     batch, head, kv_head : int or None
-        The indices of this slice in the traced array; None if there is only one slice. K and V have
+        The indices of this matrix in the traced array; None along an axis of length 1. K and V have
         ``kv_head`` if several query heads share a key/value head.
     rows, columns : tuple of str, or None
-        Labels of the last two axes, or None if the axis does not count tokens.
+        Labels of the last two axes, or None for an axis without labels.
     hidden : ndarray of bool or None
-        Which weights belong to keys that a mask hides; None if no mask hides any.
+        True for the weights of masked keys; None if there is no mask.
     printed : tuple of Comparison
         The numbers that a document prints for this step.
     made : tuple of str
-        How the numbers are computed, as in the catalogue; empty if they are given.
+        The operation and the names of its operands, as in the catalogue; empty for an input.
     is_blank : bool
-        Whether the reader must find the numbers; ``value`` is then all NaN.
+        Whether the reader of a worksheet must find the numbers; ``value`` is then all NaN.
     whole : tuple of int
         The shape of the matrix of which ``value`` is a part; empty if ``value`` is the whole.
     first : tuple of int
-        The number of the first token along each axis: 0, except in a step for one block.
+        The index of the first token along each axis: 0, except in a step for one block.
     group : int
-        How many query heads share ``kv_head``; 0 if all do.
+        The number of query heads that share ``kv_head``, or 0 if all query heads share it.
     relation : str
-        What the head links, such as "cat → sleeps", if the labels of the run say so.
+        The head's label, which names what the head links: "cat → sleeps". "" without a label.
     """
 
     name: str
@@ -80,23 +80,23 @@ class Step:
 
     @property
     def size(self) -> str:
-        """The shape: ``3 × 3``, or for a part of a matrix ``1 of 64 × 16 of 64``."""
+        """The shape as text: ``3 × 3``, or for a part of a matrix ``1 of 64 × 16 of 64``."""
         pairs = zip(self.value.shape, self.whole or self.value.shape, strict=True)
         return " × ".join(str(n) if n == of else f"{n} of {of}" for n, of in pairs)
 
     @property
     def base(self) -> str:
-        """The name without the stage: ``S`` for ``S[i=0,j=1]``."""
+        """The name without the stage in brackets: ``S`` for ``S[i=0,j=1]``."""
         return base_of(self.name)
 
     @property
     def stage(self) -> str:
-        """The text in brackets after the name: ``encoder`` for ``q[encoder]``."""
+        """The stage, which follows the name in brackets: ``encoder`` for ``q[encoder]``."""
         return self.name.partition("[")[2].rstrip("]")
 
     @property
     def place(self) -> str:
-        """The batch entry and the head in words; empty if there is only one of each."""
+        """The batch entry and the head as text, such as ``head 1``; empty if there is only one."""
         parts = (("batch", self.batch), ("head", self.head), ("key/value head", self.kv_head))
         return ", ".join(f"{word} {number}" for word, number in parts if number is not None)
 
@@ -106,18 +106,18 @@ class Step:
         return f"{self.name}, {self.place}" if self.place else self.name
 
     def titled(self, words: str) -> str:
-        """Return ``words`` with stage, batch entry and head: ``masked, encoder, head 1``."""
+        """Return ``words`` followed by stage, batch entry and head: ``masked, encoder, head 1``."""
         return ", ".join(part for part in (words, self.stage, self.place) if part)
 
     @property
     def names(self) -> set[str]:
-        """All names by which a reader may choose the step, with or without stage and head."""
+        """All names that select this step, with or without stage, batch entry and head."""
         return {self.name, self.base, self.title, self.titled(self.base)}
 
     def number(self, axis: int, label: str) -> int | None:
-        """Return the row (axis 0) or column with this label or number, or None if there is none.
+        """Return the index along ``axis`` (0 row, 1 column) of the label or token number ``label``.
 
-        ValueError is raised if several rows or columns have the label.
+        Return None if it is absent. Raise ValueError if two or more rows or columns have the label.
         """
         labels = [self.rows, self.columns][-self.value.ndim :][axis] or ()
         found = [n for n, name in enumerate(labels) if name == label]
@@ -132,7 +132,10 @@ class Step:
         return number if 0 <= number < self.value.shape[axis] else None
 
     def is_of(self, head: int | None) -> bool:
-        """Return whether query head ``head`` computes or uses this step, or all heads share it."""
+        """Return whether query head ``head`` computes or uses this step, or all heads share it.
+
+        If ``head`` is None, the step must be one that all heads share.
+        """
         if self.kv_head is None:
             return self.head in (None, head)
         return head is not None and (not self.group or head // self.group == self.kv_head)
@@ -167,14 +170,17 @@ def steps_of(record: Record, name: str) -> Iterator[Step]:
 
 
 def axes_of(record: Record, name: str) -> tuple[str, ...]:
-    """Return the names of the axes of the array ``name``; 2-D inputs have no batch axis."""
+    """Return the axis names of the recorded array ``name``, such as ("B", "H", "Lq", "Lk")."""
     ndim = record.values[name].ndim
     named = entry_of(record, name).axes
     return (tuple(f"axis {n}" for n in range(ndim)) + named)[-ndim:] if ndim else ()
 
 
 def num_query_heads(record: Record, name: str = "") -> int | None:
-    """Return the number of query heads in the stage of ``name``, or None if it is unknown."""
+    """Return the number of query heads that belong to the traced array ``name``.
+
+    Returns None if the record does not show the number.
+    """
     for query in (beside(name, "q"), "q", "Q[i=0]"):
         if query in record.kept:
             return record.num_heads
@@ -220,7 +226,7 @@ def _note(record: Record, name: str, value: NDArray[Any], head: int | None) -> s
 
 
 def _row_sums(name: str, value: NDArray[Any]) -> str:
-    """Return in words the sums of the rows of weights; empty for any other step."""
+    """Return a sentence about the row sums of weights, or "" for any other step."""
     if base_of(name) != "weights" or not value.size:
         return ""
     sums = value.sum(axis=-1)

@@ -1,4 +1,4 @@
-"""One cell followed through all steps, from its score to its part of the output."""
+"""Follow one cell through all steps, from the score to its part of the output."""
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -11,12 +11,12 @@ PAIRS = (("Lq", "Lk"), ("B_r", "B_c"))  # axes of matrices with a query per row 
 
 
 def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
-    """Write out how the cell ``trace.cell`` is computed, in each shown step that has this cell.
+    """Return the computation of the cell ``trace.cell`` in each selected step that has this cell.
 
-    The cell ``sat,cat`` is the row ``sat`` and the column ``cat``: a query and a key. Its steps are
-    the score, scaled and masked, the exponential, the weight, and the part of the query's output
-    that comes from the key's value. If ``only`` names other steps, row and column have the step's
-    labels. ValueError is raised if no step shown has such a cell, or if a label occurs twice.
+    The cell ``sat,cat`` has the row ``sat`` (a query) and the column ``cat`` (a key). Its steps are
+    the score (raw, scaled and masked), the exponential, the weight, and the part of the output that
+    comes from the key's value. If ``trace.only`` names other steps, row and column are labels of
+    their axes. Raises ValueError if no selected step has such a cell, or if a label occurs twice.
     """
     parts = [part.strip() for part in trace.cell.split(",")]
     found: list[Written] = []
@@ -56,7 +56,7 @@ def _index(trace: Trace, step: Step, parts: Sequence[str]) -> Index | None:
 
 
 def _share_of(trace: Trace, step: Step, parts: Sequence[str], decimals: int) -> Iterator[Written]:
-    """Write out which part of an output one key's value adds, if ``step`` is an output."""
+    """Yield the part of an output that comes from one key's value, if ``step`` is an output."""
     made = trace.origins[step]
     weights, values = (None, None) if made is None else made.operands[:2]
     if weights is None or values is None or weights.axes[-2:] not in PAIRS:

@@ -1,4 +1,4 @@
-"""The class ``Trace``: the record of a run, with its steps and their origins."""
+"""Define ``Trace``, the record of a run with its steps and their origins."""
 
 from __future__ import annotations
 
@@ -25,45 +25,48 @@ CACHED = ("by_name", "origins", "steps", "shown")  # computed from the arrays re
 
 @dataclass(eq=False)
 class Trace(Record):
-    """A tap that stores all arrays of a run: call it, or pass it to ``attention(…, tap=trace)``.
+    """A recorder of all intermediate arrays of a run, for ``attention(…, tap=trace)``.
 
-    A *stage* is the bracket of a step's name, such as ``q[encoder]`` or ``S[i=0,j=1]``.
+    A *step* is a recorded array, or one head of it. A *stage* is the part of a step's name in
+    brackets, as in ``q[encoder]`` or ``S[i=0,j=1]``.
 
     Parameters
     ----------
     example, source : str, optional
-        What is traced, and where it comes from.
+        A title, and the document from which the example comes.
     labels : mapping from axis name to labels, optional
         Usually from ``token_labels``. Labels for one stage, ``Lk[cross]``, or for one batch entry,
-        ``Lk, batch 1``, take precedence. ``H`` says what each head links: "cat → sleeps".
+        ``Lk, batch 1``, take precedence. Labels of ``H`` name what each head links, such as
+        "cat → sleeps".
     notes : mapping from step name to str, optional
-        Sentences about a step, or about one head of it (``weights, head 1``), added to the
-        catalogue's.
+        Sentences about a step, or about one head of it (``weights, head 1``). They follow the
+        catalogue's sentence.
     printed : sequence of PrintedMatrix, optional
-        The numbers that a document prints for these steps.
+        The numbers that a document prints for steps of this run.
     blocks : (B_r, B_c), optional
-        Block sizes, needed to label the rows and columns of traced tiles.
+        Block sizes, which give the labels of FlashAttention's blocks.
     given : collection of str, optional
-        Names of steps that are given although the catalogue has a formula for them.
+        Names of steps that are inputs although the catalogue has a formula for them.
     computed : collection of str, optional
-        Names of further steps of the run, without arrays here: an export may omit some.
+        Names of steps that the run computed, but whose arrays are not in this trace.
     hidden : mapping from step name to ndarray of bool, optional
-        Which weights a mask hides, if the trace does not have the masked scores.
+        Masks of weights, True for hidden keys, if the trace lacks the masked scores.
     num_heads : int, optional
         The number of query heads, if the trace does not have all of them.
     kept : mapping from step name to (str, sequence of int), optional
-        For steps with only some heads of the run: "head" or "kv_head", and the heads' numbers.
+        For steps without all heads of the run: "head" or "kv_head", and the heads' indices.
     only : sequence of str, optional
         The steps to show, with or without stage or head, and ``DRAWINGS``. Default is all.
     head : int, optional
         The query head to show, with the keys and values that it reads. Default is all.
     query : str, optional
-        Label or number of a query: only its rows are shown, and how it picks its values.
-        Default is all rows, and the picks of the last query (of all if ``only`` has ``picks``).
+        Label or number of a query. Only its rows are shown, and a drawing of the values that it
+        averages (its "picks"). By default, all rows are shown, with the picks of the last query. If
+        ``only`` has ``picks``, they are the picks of all queries.
     cell : str, optional
         Row and column, by label or number, of a cell whose computation is shown: ``sat,cat``.
     blank : sequence of str, optional
-        The steps whose numbers are left out.
+        The steps whose numbers are left out, as in an exercise.
 
     Examples
     --------
@@ -101,9 +104,10 @@ class Trace(Record):
         )
 
     def selected(self, names: Sequence[str] = (), **others: Any) -> Trace:
-        """Return a trace of the same run that shows only the steps ``names``, or all if empty.
+        """Return a trace of the same run that shows only the steps in ``names``, by default all.
 
-        ``others`` are further attributes that choose what is shown: head, query, cell and blank.
+        ``others`` may set the attributes head, query, cell and blank. Attributes that are not given
+        keep their values.
         """
         only = tuple(name.replace(" · ", ", ") for name in names)  # headings have " · "
         chosen = replace(self, only=only, **others)
@@ -115,7 +119,7 @@ class Trace(Record):
 
     @cached_property
     def by_name(self) -> dict[str, tuple[Step, ...]]:
-        """A mapping from name to steps, one step for each batch entry and head, shown or not."""
+        """All steps of the run by name, one step for each batch entry and head, shown or not."""
         blank = set(self.blank)
         return {
             name: tuple(
@@ -127,12 +131,12 @@ class Trace(Record):
 
     @cached_property
     def origins(self) -> Origins:
-        """A mapping from step to origin: the operation and the steps that it is computed from."""
+        """A mapping from each step to its origin: the operation and operands that compute it."""
         return Origins(self.by_name)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The chosen steps in order of computation, one for each batch entry and head."""
+        """The selected steps in order of computation, one for each batch entry and head."""
         every, only = list(itertools.chain(*self.by_name.values())), set(self.only)
         selection.check_names(every, self.only, self.blank)
         found = selection.of_head(every, self.head)
@@ -140,10 +144,10 @@ class Trace(Record):
 
     @cached_property
     def shown(self) -> tuple[Step, ...]:
-        """The steps to print, whole or cut to the row of ``query``; empty if only ``cell`` is set.
+        """The steps to print, cut to the row of ``query`` if given.
 
-        A long vocabulary is cut to the tokens with the largest logits of the chosen query, or of
-        the last query.
+        There are none if ``cell`` is given without ``only``. A long vocabulary is cut to the tokens
+        with the largest logits in the last row of the model's logits.
         """
         if self.cell and not self.only:
             return ()
@@ -155,7 +159,10 @@ class Trace(Record):
         )
 
     def drawn(self, drawing: str) -> tuple[Step, ...]:
-        """Return the steps that ``drawing``, "heatmap" or "picks", shows; none if not chosen."""
+        """Return the steps, without blank ones, from which ``drawing`` is drawn.
+
+        ``drawing`` is "heatmap" or "picks". The result is empty if the selection excludes it.
+        """
         if not self.only and (self.cell or self.query) and not (self.query and drawing == "picks"):
             return ()
         if self.query and drawing == "heatmap" and drawing not in self.only:
@@ -166,7 +173,7 @@ class Trace(Record):
 
     @property
     def legend(self) -> dict[str, str]:
-        """A mapping from each letter in the axes shown, such as D, to its meaning."""
+        """The meaning of each letter in the axes of the selected steps: {"D": "head width", …}."""
         shown = {
             letter for s in self.steps for axis in s.axes for letter in re.findall(r"\w+", axis)
         }
@@ -174,7 +181,7 @@ class Trace(Record):
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """A mapping from step name to an array that stacks all batch entries and heads shown."""
+        """The arrays of the selected steps by name, with all their batch entries and heads."""
         found = {}
         for name, steps in itertools.groupby(self.steps, key=lambda step: step.name):
             shown = list(steps)

@@ -1,4 +1,4 @@
-"""Words about a step that all output formats share."""
+"""Write the words about a trace that all output formats share."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -15,14 +15,14 @@ BLANK = "_" * 6  # a number for the reader to find
 
 
 class Remark(NamedTuple):
-    """A sentence about one printed number, or about all exactly printed numbers of a matrix."""
+    """A sentence about one printed number, or about all numbers of a matrix with one status."""
 
     status: Status
     sentence: str
 
 
 class Pick(NamedTuple):
-    """How a query of a head averages ("picks") values: its row of weights, values and output."""
+    """The weighted mean of values for one query and head: its weights, values and output."""
 
     query: int
     weights: Step
@@ -31,7 +31,7 @@ class Pick(NamedTuple):
 
     @property
     def keys(self) -> list[int]:
-        """The numbers of the keys to show: all, or of many those with the largest weights."""
+        """The indices of the keys to show; of many keys, those with the largest weights."""
         return largest(self.weights.value[self.query])
 
     @property
@@ -42,19 +42,19 @@ class Pick(NamedTuple):
 
     @property
     def title(self) -> str:
-        """A title with the query, and with stage and head if there are several."""
+        """The title of the drawing, with the query, and with the stage and the head if any."""
         places = "".join(f", {part}" for part in (self.output.stage, self.output.place) if part)
         return f"how query {(self.weights.rows or ())[self.query]} picks values{places}"
 
 
 def legend(trace: Trace) -> str:
-    """Return a sentence with the meaning of the letters in the axes shown; empty without axes."""
+    """Return a sentence that explains the letters of the shown axes, or "" without axes."""
     meanings = ", ".join(f"{letter} {words}" for letter, words in trace.legend.items())
     return f"Axes: {meanings}." if meanings else ""
 
 
 def news(steps: Iterable[Step]) -> Iterator[tuple[Step, bool]]:
-    """Yield each step, and True if no earlier step has the same formula and note, else False."""
+    """Yield each step, and whether no earlier step has the same formula and note."""
     known: set[tuple[str, str]] = set()
     for step in steps:
         yield step, (step.formula, step.note) not in known
@@ -69,9 +69,10 @@ def numbers(step: Step, decimals: int) -> list[list[str]]:
 
 
 def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
-    """Yield (source, numbers, remarks) for each passage of a document that prints this step.
+    """Yield (source, numbers, remarks) for each passage of a document that prints the step.
 
-    Each inexact number has a remark. All exact numbers share one, the last.
+    Each inexact number has a remark. All exact numbers share one, the last. If no number follows
+    from inputs, there is only one remark, which states this.
     """
     for source, group in groupby(step.printed, key=lambda comparison: comparison.source):
         comparisons = list(group)
@@ -87,7 +88,11 @@ def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
 
 
 def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
-    """Return (title, step) for each heatmap: all weights, and for a single head also its scores."""
+    """Return (title, step) for each heatmap.
+
+    If ``steps`` has several matrices of weights, such as those of several heads, there is a heatmap
+    of each. If it has one, there are heatmaps of its raw scores, masked scores and weights.
+    """
     steps = [step for step in steps if step.value.ndim == 2 and step.value.size]
     weights = [step for step in steps if step.name == "weights"]
     weights = weights or [step for step in steps if step.base == "weights"]
@@ -110,11 +115,11 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
 
 
 def picks(trace: Trace) -> list[Pick]:
-    """Return a ``Pick`` for each query to draw, of each shown head.
+    """Return a ``Pick`` for each query and head to draw.
 
-    By default there is one only if the run has a single head: its last query. ``trace.query`` and
-    ``trace.head`` choose others. If ``only`` names ``picks``, all queries have one. ValueError is
-    raised if no head has ``trace.query``.
+    By default, it is the last query, and only if the run has a single head. ``trace.query`` and
+    ``trace.head`` choose a query and a head. If ``trace.only`` has ``picks``, all queries are
+    drawn, unless ``trace.query`` names one. Raises ValueError if no head has ``trace.query``.
     """
     steps = trace.drawn("picks")
     is_asked = bool(trace.query) or trace.head is not None or "picks" in trace.only

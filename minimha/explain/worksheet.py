@@ -1,4 +1,4 @@
-"""A worksheet, or its key, as a page to print: static HTML with a box for each number to find."""
+"""Export a worksheet or its solution as HTML to print, with a box for each number to find."""
 
 import html
 from collections.abc import Collection, Iterator
@@ -42,9 +42,10 @@ CORNER = '<td class="corner"></td>'
 
 
 def worksheet(trace: Trace, decimals: int, answers: Collection[str]) -> str:
-    """Return ``trace`` as HTML to print, with bold frames around the steps ``answers``.
+    """Return ``trace`` as static HTML to print, with a bold frame around each step to find.
 
-    A blank step is a table of empty boxes. The page has no script and makes no request.
+    ``answers`` names these steps. A blank step is a table of empty boxes. The page has no script
+    and sends no requests.
     """
     intro = [f"<p>{html.escape(words)}</p>" for words in (trace.source, wording.legend(trace))]
     sections = [
@@ -55,7 +56,7 @@ def worksheet(trace: Trace, decimals: int, answers: Collection[str]) -> str:
 
 
 def _section(step: Step, is_new: bool, decimals: int, answers: Collection[str]) -> Iterator[str]:
-    """The heading of a step, its formula and note if they are new, and its numbers."""
+    """Yield the HTML of a step: its heading, its numbers, and its formula and note if new."""
     yield f"<h2>{html.escape(step.title)}</h2>\n"
     if is_new:
         has_formula = step.formula not in (step.symbol, step.name)

@@ -1,1 +1,1 @@
-"""Compute attention fast, by two series of kernels, one for the CPU and one for CUDA."""
+"""Compute attention with compiled kernels, one series for CPUs and one for NVIDIA GPUs."""

@@ -1,4 +1,4 @@
-"""Store machine code on disk, in files that a digest of its sources names.
+"""Store machine code on disk, in files named by a digest of everything it depends on.
 
 numba's cache checks only the date of a kernel's source file, and so runs old code after an upgrade.
 Here a file's name contains a digest of everything that determines the machine code: all sources of
@@ -39,7 +39,7 @@ KEPT = 8  # versions of one kernel in a folder: for several CPUs and settings
 
 
 class File:
-    """A file with the machine code of one function, in one of ``folders()``.
+    """A file that stores the machine code of one function, in one of ``folders()``.
 
     ``name`` is the function's name in the log and on disk; a folder keeps at most ``kept`` files of
     that name. ``facts`` is a text that determines the machine code; each text has a separate file.
@@ -52,11 +52,14 @@ class File:
         self._locked = int(digest[:7], 16)  # the byte of the lock file that locks this file
 
     def read(self, refused: bytes | None = None) -> bytes | None:
-        """Return the machine code from a folder, or None; code equal to ``refused`` is ignored."""
+        """Return the machine code on disk, or None if there is none.
+
+        Code that equals ``refused`` counts as missing.
+        """
         return next((code for _, code in self._found() if code != refused), None)
 
     def content(self, make: Callable[[], bytes], refused: bytes | None = None) -> bytes:
-        """Return the machine code from disk; if it is missing, store and return ``make()``.
+        """Return the machine code on disk; if there is none, store and return ``make()``.
 
         Machine code on disk that equals ``refused`` is ignored.
         """
@@ -70,7 +73,7 @@ class File:
         return code
 
     def path(self) -> Path | None:
-        """Return the path of the file, or None if no folder has it."""
+        """Return the path of the stored file, or None if no folder has a valid one."""
         return next((path for path, _ in self._found()), None)
 
     def _found(self) -> Iterator[tuple[Path, bytes]]:
@@ -83,7 +86,7 @@ class File:
                         yield path, content[32:]
 
     def write(self, code: bytes) -> None:
-        """Store the machine code and delete old versions; a failure is only logged."""
+        """Write ``code`` to disk and delete old versions; log a warning if that fails."""
         folder = _writable_folder()
         if folder is None:
             _warn_once("no folder for compiled kernels can be written: every process compiles them")
@@ -107,7 +110,10 @@ class File:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Lock this file for a ``with`` block, or go on without a lock after ``WAIT`` seconds."""
+        """Lock this file in a ``with`` block.
+
+        If the lock cannot be had within ``WAIT`` seconds, or at all, the block runs without it.
+        """
         folder = _writable_folder()
         if folder is None or fcntl is None:
             yield
@@ -131,14 +137,17 @@ class File:
 
 
 def folders() -> list[Path]:
-    """Return the folders for machine code: NUMBA_CACHE_DIR, __pycache__, the user's cache."""
+    """Return the folders that may hold machine code, such as NUMBA_CACHE_DIR, in search order."""
     found = [Path(numba.config.CACHE_DIR) / "minimha"] if numba.config.CACHE_DIR else []
     user = _user_cache()  # relative if the user has no home, as in some containers
     return [*found, Path(__file__).parent / "__pycache__", *([user] if user.is_absolute() else [])]
 
 
 def is_trusted(path: Path) -> bool:
-    """Return whether only this user or root can write ``path``; raise OSError if it is missing."""
+    """Return whether only this user and root can write ``path``; raise OSError if it is missing.
+
+    On Windows the result is always True.
+    """
     status = path.stat()
     if not hasattr(os, "getuid"):
         return True
@@ -146,7 +155,7 @@ def is_trusted(path: Path) -> bool:
 
 
 def digest(facts: list[Any], sources: Iterable[Path]) -> str:
-    """Return a digest of the ``repr`` of ``facts`` and the contents of the files ``sources``."""
+    """Return a SHA-256 digest of the ``repr`` of ``facts`` and of the files ``sources``."""
     whole = hashlib.sha256(repr(facts).encode())
     for path in sources:
         whole.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes() + b"\0")

@@ -1,4 +1,4 @@
-"""Compile a caller's ``score_mod`` or ``mask_mod`` with numba, and name the line in errors."""
+"""Compile a caller's ``score_mod`` or ``mask_mod`` with numba; errors name the source line."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ Compiler = Callable[[FunctionType, tuple[Any, ...]], tuple[Any, Any]]
 
 
 class Refused(Exception):  # noqa: N818  (it states a fact about a function)
-    """Raised if numba cannot compile a caller's function; the message names the line."""
+    """Raised if numba cannot compile a caller's function; the message names its source line."""
 
 
 class NotNow(Refused):
-    """Raised if numba lacked memory or open files, so that a later call may try again."""
+    """Raised if numba ran out of memory or file handles, so that a later attempt may succeed."""
 
 
 def plain(function: Any) -> Any:
-    """Return the Python function that numba has wrapped, or ``function`` if it is not wrapped."""
+    """Return the Python function inside a numba function, or any other ``function`` unchanged."""
     return getattr(function, "py_func", function)
 
 
 def compiled_function(
     name: str, function: Any, compute: np.dtype[Any], compiler: Compiler, target: str = ""
 ) -> tuple[Any, Any]:
-    """Return machine code of ``function`` for scores of dtype ``compute``, and its return type.
+    """Compile ``function`` for scores of dtype ``compute``; return the code and numba return type.
 
-    ``compiler`` takes a plain function and the types of its arguments, and returns the code and the
-    type. Error messages contain ``target``, such as " for a GPU".
+    ``name`` is "score_mod" or "mask_mod". ``compiler`` takes a plain function and the types of its
+    arguments, and returns the code and the return type. Error messages contain ``target``, such as
+    " for a GPU". Raises ``Refused``, or ``NotNow``, if numba cannot compile the function.
     """
     function = plain(function)
     if not isinstance(function, FunctionType):
@@ -63,13 +64,13 @@ def compiled_function(
 
 
 def is_fitting(name: str, returned: Any) -> bool:
-    """Return whether the type ``returned`` fits: a real number for score_mod, else bool."""
+    """Return whether numba's type ``returned`` is real for a score_mod, or bool for a mask_mod."""
     fitting = types.Boolean if name == "mask_mod" else (types.Integer, types.Float)
     return isinstance(returned, fitting)
 
 
 def check_returned(name: str, returned: Any) -> None:
-    """Raise TypeError unless ``is_fitting(name, returned)``."""
+    """Raise TypeError unless ``returned`` is a valid return type of the function ``name``."""
     if not is_fitting(name, returned):
         is_none, is_some = returned == types.none, isinstance(returned, types.Optional)
         kind = f"{returned.type} or None" if is_some else types.unliteral(returned)

@@ -1,11 +1,12 @@
-"""Start threads of the operating system, even under gevent, and safely against signals.
+"""Start system threads, even under gevent, and even if a signal handler raises an exception.
 
 gevent and eventlet replace functions in Python's modules, before or after minimha is imported, and
-run all Python threads in one system thread. A helper that never returns to Python would stop them
-all. So threads and locks come from a second copy of the built-in module ``_thread``.
+run all Python threads in one system thread. A kernel's helper thread, which never returns to
+Python, would block them all. So threads and locks come from a second copy of the built-in module
+``_thread``.
 
-A signal's handler, such as that of Ctrl-C, may raise between any two bytecodes of the main thread.
-So starting or ending a thread is one bytecode each.
+A signal handler, such as that of Ctrl-C, may raise between any two bytecodes of the main thread. So
+starting a thread takes one bytecode, and so does ending a thread.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ def start(target: Callable[[], Any], started: list[int]) -> bool:
 
 
 def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] | None = None) -> None:
-    """Call each task in its own thread, or in this thread if the system provides no more.
+    """Call each task in a new thread, or in this thread if the system provides no more threads.
 
-    If a signal's handler raises, ``cancel`` is called. Then all threads are awaited until they end
-    or a second exception comes. Without ``cancel`` no thread is awaited, so that a task must hold
-    references to the memory in which it writes.
+    If a task in a new thread raises, this function raises that exception when all tasks have ended.
+    If this thread raises, as in a signal handler, it calls ``cancel``, and waits until all threads
+    end or a second exception occurs. Without ``cancel`` it does not wait then, so a task that
+    writes to memory must keep references to that memory.
     """
     started: list[int] = []
     ended: list[BaseException | None] = []
@@ -80,7 +82,11 @@ def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] | None =
 
 
 def in_another_thread(work: Callable[[], Any]) -> Any:
-    """Return ``work()``, called outside the main thread: Ctrl-C ends the wait, but not the call."""
+    """Call ``work`` outside the main thread, and return its result.
+
+    If the calling thread is not the main one, ``work`` is called directly. Ctrl-C ends the wait for
+    the result, but not the call.
+    """
     if threading.current_thread() is not threading.main_thread():
         return work()
     result: list[Any] = []

@@ -1,8 +1,9 @@
-"""Store plans, so that a call with an equal key need not check and plan again.
+"""Cache the plans of calls: a plan is a kernel with checked and packed arguments.
 
-A plan's key is everything that the plan depends on. Plans for the CPU are stored if the options are
-numbers, functions and starts of packed sequences. Plans for a GPU may also have lists of numbers
-and small arrays, by value. Keys include types: True equals 1, but only 1 is a valid window width.
+A plan's key is everything that the plan depends on. Plans for the CPU are stored if all options are
+numbers, functions or starts of packed sequences. Keys of plans for a GPU may also contain lists of
+numbers and small arrays, by value. Keys include types: True equals 1, but only 1 is a valid window
+width.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ _plans: dict[Any, Any] = {}
 def key_of(
     q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, backend: Any, *options: Any
 ) -> tuple[Any, ...] | None:
-    """Return the key of a plan for these arguments, or None if such a plan is not stored.
+    """Return the key of the plan for these arguments, or None if their plan cannot be stored.
 
-    Functions must be ``Placed`` or None. A plan serves all numbers and arrays that ``score_mod``
-    captures. ``mask_mod`` must capture equal ones, because hidden blocks depend on them.
+    Functions must be ``Placed`` or None. One plan serves all values of the numbers and arrays that
+    ``score_mod`` captures. Values that ``mask_mod`` captures are part of the key, because hidden
+    blocks depend on them.
     """
     if not (type(q) is type(k) is type(v) is np.ndarray and type(backend) is str):
         return None
@@ -54,7 +56,7 @@ def _computed_by(mask_mod: Placed) -> Hashable:
 
 
 def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Return types and values of ``options`` as a key, or None if one has an unsupported type.
+    """Return the types and values of ``options`` as a key, or None if a type is unsupported.
 
     >>> by_value([True, [1, 2.5]])
     (<class 'bool'>, True, <class 'list'>, (<class 'int'>, <class 'float'>), (1, 2.5))
@@ -77,12 +79,12 @@ def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:
 
 
 def recall(key: tuple[Any, ...] | None) -> Any:
-    """Return the plan stored under ``key``, or None."""
+    """Return the plan stored under ``key``, or None if there is none."""
     return _plans.get(key)
 
 
 def remember(key: tuple[Any, ...], plan: Any) -> None:
-    """Store ``plan`` under ``key``; if there are ``MOST`` plans already, delete them all first."""
+    """Store ``plan`` under ``key``, after deleting all plans if there are ``MOST`` already."""
     if len(_plans) >= MOST:
         _plans.clear()
     _plans[key] = plan

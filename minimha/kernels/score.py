@@ -1,4 +1,4 @@
-"""Apply the options to one score, in plain Python that CPU and CUDA kernels compile.
+"""Apply scale, soft cap, bias and mask to one score, in plain Python that kernels compile.
 
 The order is that of the equations: scaled → capped → biased (``attn_bias``, then ALiBi) → masked.
 Causality, window and lengths are in ``minimha.equations.visibility``.
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Head(NamedTuple):
-    """The options of one head: numbers only, so that numba counts no references."""
+    """The options of one attention head, as plain numbers without reference counting."""
 
     left: int
     right: int
@@ -23,7 +23,7 @@ class Head(NamedTuple):
 
 
 def head_of(o: Any, b: Any, h: Any) -> Any:
-    """Return the ``Head`` of head h of batch entry b, from ``o``, an ``options.Options``."""
+    """Return the options ``o`` of a problem for head h of batch entry b, as a ``Head``."""
     slope = o.slopes[h] if o.slopes.size else o.sinks.dtype.type(0)
     return Head(o.left, o.right, o.q_offset[b], o.kv_lengths[b], o.scale, o.softcap, slope)
 

@@ -1,4 +1,4 @@
-"""An experiment on masking: the weight of hidden keys if a large negative number replaces −∞."""
+"""Measure how much weight hidden keys get if a large negative number replaces −∞."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ Scores = NDArray[Any]
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Measure how much weight hidden keys get if their scores are −∞ or large negative numbers."""
+    """Run the experiment: hide keys by −∞ and by large negative numbers, in float32 and float16."""
     s = np.random.default_rng(seed).standard_normal(NUM_KEYS)
     cases: dict[str, tuple[Scores, str, int, bool]] = {
         "float32, scores near 0": (s, "float32", NUM_HIDDEN, False),
@@ -51,7 +51,11 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return a sentence: in how many cases a way of masking gives hidden keys weight, or NaN."""
+    """Return a sentence on how often each way of masking gives NaN or leaks.
+
+    A way leaks if it gives hidden keys a weight above 0. A row of ``rows`` is a case: its name, and
+    the weight of hidden keys for each way.
+    """
     parts = []
     for n, name in enumerate((OURS, *map(_named, FILLS)), 1):
         leaks = [row[n] for row in rows]
@@ -72,7 +76,7 @@ def _named(fill: float) -> str:
 
 
 def _short(number: float) -> str:
-    """Return a power of 10 as ``1e9``, any other number in full."""
+    """Return a power of 10 as ``1e9``, and any other number in full."""
     exponent = np.log10(number)
     return f"1e{exponent:.0f}" if exponent % 1 == 0 else f"{number:.0f}"
 

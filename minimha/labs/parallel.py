@@ -1,4 +1,4 @@
-"""An experiment on heads in parallel: one product or call for all heads, or one for each head."""
+"""Compare the times of heads that are computed together and one by one."""
 
 import math
 import time
@@ -26,7 +26,7 @@ ABOUT = (
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Time heads that are computed together and one by one, for several numbers of heads."""
+    """Run the experiment: time 1 to 32 heads, computed together and one by one."""
     x, W_q = (np.random.default_rng((seed, n)).standard_normal((n, WIDTH), np.float32)
               for n in (LENGTH, WIDTH))  # fmt: skip
     rows = []
@@ -42,7 +42,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[tuple[float, ...]]) -> str:
-    """Return a sentence: how much longer the largest number of heads takes one by one."""
+    """Return a sentence on the times of the largest number of heads, one by one and together."""
     H, one, several, together, one_by_one, _ = rows[-1]
     worst = max(row[-1] for row in rows)
     same = f"differ by {worst:.1g} at most" if worst else "are equal to the last bit"

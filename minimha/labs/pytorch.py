@@ -1,4 +1,4 @@
-"""An experiment that compares the PyTorch class of document 001 with minimha."""
+"""Compare the PyTorch class of document 001, a text on attention, with minimha."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ Weights = dict[str, NDArray[Any]]
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Compare a PyTorch module with minimha: outputs and weights, for three kinds of mask."""
+    """Run the experiment: compare outputs and attention weights for three kinds of mask."""
     rng = np.random.default_rng(seed)
     W: Weights = {n: rng.standard_normal((WIDTH, WIDTH), np.float32) / WIDTH**0.5 for n in "qkvo"}
     b: Weights = {n: rng.standard_normal(WIDTH, np.float32) for n in "qkvo"}
@@ -52,7 +52,10 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return a sentence: the largest difference between two outputs, and between two weights."""
+    """Return a sentence on the largest differences between PyTorch's and minimha's results.
+
+    The results are outputs and attention weights.
+    """
     largest, output, weights = (max(row[n] for row in rows) for n in (3, 4, 5))
     return (
         f"With {len(rows)} kinds of mask outputs differ by {output:.1e} at most "
@@ -62,7 +65,10 @@ def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def module(W: Weights, b: Weights) -> Callable[..., list[NDArray[Any]]]:
-    """Return a function of NumPy arrays: document 001's PyTorch module with these weights."""
+    """Return document 001's PyTorch module as a function of NumPy arrays.
+
+    ``W`` and ``b`` are its matrices and biases. Raise ValueError if torch is not installed.
+    """
     try:
         import torch
     except ImportError as error:

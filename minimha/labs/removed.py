@@ -1,6 +1,6 @@
-"""An ablation: each head of the shipped model removed in turn, and the relations that then break.
+"""Remove each head of the shipped model in turn, and measure how many answers become wrong.
 
-A removed head gives, for every token, its mean output over the tokens of all questions.
+The output of a removed head is replaced by a constant: its mean over the tokens of all questions.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,12 @@ BROKEN = 0.1  # a relation is broken if its share of right answers falls by more
 
 
 class Row(NamedTuple):
-    """What the removal of one head of the model changes.
+    """The effect of removing one head on the model's answers.
 
-    A relation is a kind of question. ``relation`` is the one with the greatest loss: ``whole`` is
-    its share of right answers with the head, ``without`` its share without the head. ``broken``
-    relations lose more than the share ``BROKEN``.
+    A relation is a kind of question. ``relation`` is the one that loses most right answers, or
+    "nothing" if none does. ``whole`` is its share of right answers with the head, ``without`` the
+    share without the head. ``broken`` is the number of relations whose share falls by more than
+    ``BROKEN``.
     """
 
     head: str
@@ -35,7 +36,10 @@ class Row(NamedTuple):
 
 
 def removals(progress: Callable[[str], None]) -> tuple[Table, Bars, str]:
-    """Remove each head of the model; return a table, a figure and a sentence on lost answers."""
+    """Remove each head of the model in turn; return a table, a figure and a sentence on the loss.
+
+    ``progress`` is called with the name of each relation.
+    """
     model = world.load()
     asked = {name: questions(name, NUM_QUESTIONS) for name in RELATIONS}
     means = mean_outputs(model, (" ".join(q.words) for found in asked.values() for q in found))

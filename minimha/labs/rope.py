@@ -1,4 +1,4 @@
-"""An experiment on RoPE: pairs of numbers rotate by position, and scores depend on distance."""
+"""Show that RoPE rotates pairs of numbers by position, and that scores depend on distance."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +25,10 @@ ABOUT = (
 
 
 class Row(NamedTuple):
-    """One pair (x, y) of the query's numbers before and after rotation to ``position``."""
+    """The query's pair (x, y) of index ``pair``, before and after its rotation to ``position``.
+
+    ``degrees`` is the angle, and ``length`` the length of the rotated pair.
+    """
 
     position: int
     pair: int
@@ -38,7 +41,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Rotate a query to several positions, and score it against a key at several distances."""
+    """Run the experiment: rotate a query to five positions, and score it at 13 distances."""
     q, k = np.random.default_rng(seed).standard_normal((2, 1, WIDTH))
     rows = []
     for m, turned in enumerate(ROPE.rotate(np.repeat(q, POSITIONS, 0), np.arange(POSITIONS))):
@@ -64,7 +67,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row], scores: dict[str, tuple[float, ...]]) -> str:
-    """Return a sentence: the angles of the rotations, and how much lengths and scores change."""
+    """Return a sentence on the angles of rotation, and on the changes of lengths and scores."""
     turns = [f"pair {row.pair} by {row.degrees:.3g}°" for row in rows if row.position == 1]
     lengths = max(abs(math.hypot(row.x, row.y) - row.length) for row in rows)
     near, far = map(np.array, scores.values())

@@ -1,4 +1,4 @@
-"""An experiment on √d_k: q·k of wider vectors vary more, and large scores saturate a softmax."""
+"""Show why scores are divided by √d_k: wide vectors have large scores, which saturate a softmax."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,7 +22,10 @@ ABOUT = (
 
 
 class Row(NamedTuple):
-    """Statistics of scores q·k of width ``D`` and of their softmax, unscaled and scaled by 1/√D."""
+    """Statistics of scores q·k for vectors of width ``D``, and of their softmax.
+
+    ``std`` is the scores' standard deviation, and ``root`` is √D. ``scaled_…`` is for q·k / √D.
+    """
 
     D: int
     std: float
@@ -36,7 +39,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Compute weights of random queries and keys, with and without division by √d_k."""
+    """Run the experiment: weigh random queries and keys, with and without division by √d_k."""
     rows = tuple(_row(D, np.random.default_rng((seed, D))) for D in WIDTHS)
     two, three = "{:.2f}".format, "{:.3f}".format
     columns = {"D": "{}".format, "std q·k": two, "√D": two} | {
@@ -62,7 +65,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return a sentence: how the scores' spread and the softmax's slope change with the width."""
+    """Return a sentence on how scores' spread and the softmax's slope change with the width."""
     first, last = rows[0], rows[-1]
     return (
         f"From D = {first.D} to {last.D} the standard deviation of q·k is multiplied by "

@@ -1,4 +1,4 @@
-"""An experiment on scores: by dot product a long key in another direction wins, by cosine never."""
+"""Show that a long key in another direction can have most weight by dot product, not by cosine."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -23,10 +23,10 @@ TITLE = "a key grows: dot product against cosine"
 
 
 class Row(NamedTuple):
-    """Scores of two keys: "near" is close in direction to the query, "far" points elsewhere.
+    """The scores and weights of two keys: "near" has almost the query's direction, "far" another.
 
-    ``length`` is that of the far key. ``by_dot``, ``by_cosine`` and ``by_learned`` are its weights;
-    ``by_learned`` is for cosines times a learned factor.
+    ``length`` is the length of the far key. ``by_dot``, ``by_cosine`` and ``by_learned`` are its
+    weights by dot product, by cosine, and by cosine times a factor as models learn it.
     """
 
     length: float
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Compute how the weight of a key changes with its length, by dot product and by cosine."""
+    """Run the experiment: weigh a near and a far key by dot product and by cosine."""
     rng = np.random.default_rng(seed)
     near, far = np.radians([-rng.uniform(10, 30), rng.uniform(50, 75)])
     rows = tuple(_row(length, near, far) for length in LENGTHS)
@@ -65,7 +65,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return a sentence: from which length on the far key has more weight than the near key."""
+    """Return a sentence on the length from which the far key has more weight than the near key."""
     first, last = rows[0], rows[-1]
     won = next((row.length for row in rows if row.by_dot > 0.5), None)
     words = f"never up to length {last.length:g}" if won is None else f"from length {won:g} on"

@@ -1,4 +1,4 @@
-"""An experiment on temperature: logits divided by T before the softmax."""
+"""Show how a temperature T, which divides logits before the softmax, changes a distribution."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,7 +21,11 @@ ABOUT = (
 
 
 class Row(NamedTuple):
-    """One temperature: probabilities, entropy, and how often the most probable word is drawn."""
+    """Statistics of the distribution at temperature ``T``.
+
+    ``largest`` and ``smallest`` are probabilities, ``entropy`` is in bits, and ``words`` is
+    2^entropy. ``greedy`` is the share of draws that give the most probable word.
+    """
 
     T: float
     largest: float
@@ -32,7 +36,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Compute softmax(logits / T) for the same logits at several temperatures T."""
+    """Run the experiment: compute softmax(logits / T) for nine temperatures T."""
     rng = np.random.default_rng(seed)
     logits = np.sort(SPREAD * rng.standard_normal(NUM_WORDS))[::-1]
     rows = tuple(_row(T, logits, rng) for T in TEMPERATURES)

@@ -1,9 +1,9 @@
-"""An experiment on two patterns: one head mixes them, two heads separate them, and one is removed.
+"""Test whether one head can follow two patterns at once, or two heads are needed.
 
-Every token has a content, a kind and a position; two tokens share each kind. For each token, the
-task asks for the content of the previous token and that of the other token of the same kind.
-Queries and keys are set by hand, ``x W_q`` and x. The answer is a linear map of the heads' outputs
-and of the token itself, fitted by least squares.
+Every token has a content, a kind and a position. Each kind has two tokens. For each token, the task
+asks for two contents: that of the previous token, and that of the other token of the same kind.
+W_q is set by hand: queries are ``x W_q``, and keys are x. The answer is a linear map of the heads'
+outputs and of the token itself, fitted by least squares.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,14 +42,17 @@ Heads = tuple[tuple[float, float], ...]  # for each head, the strength of both p
 
 
 class Task(NamedTuple):
-    """Sequences ``x``, and the contents of the two tokens that each token is ``asked`` about."""
+    """Sequences ``x``, and the right answers ``asked``: two contents for each token."""
 
     x: NDArray[np.float64]  # (sequences, LENGTH, WIDTH)
     asked: NDArray[np.int64]  # (sequences, LENGTH, 2)
 
 
 class Row(NamedTuple):
-    """Shares of right answers: about the previous token, the other of the same kind, and both."""
+    """The shares of right answers about the previous token, the matching token, and both.
+
+    The matching token is the other token of the same kind.
+    """
 
     heads: str
     previous: float
@@ -58,7 +61,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Test one head and two heads on a task about the previous token and one of the same kind."""
+    """Run the experiment: test one head, two heads, and two heads with one removed."""
     rng = np.random.default_rng(seed)
     fitted, tested = draw(rng), draw(rng)
     two = (STRENGTH, 0.0), (0.0, STRENGTH)
@@ -85,7 +88,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return a sentence on right answers: of one head, of two, and of two with one removed."""
+    """Return a sentence on the right answers of one head, two heads, and two with one removed."""
     *single, two, first, second = rows
     best = max(row.both for row in single)
     return (
@@ -107,7 +110,7 @@ def _lost(whole: Row, less: Row) -> str:
 
 
 def draw(rng: np.random.Generator) -> Task:
-    """Draw ``NUM_SEQUENCES`` sequences and the right answers for each token."""
+    """Draw ``NUM_SEQUENCES`` random sequences, with the right answers for each token."""
     size = NUM_SEQUENCES, LENGTH
     contents = rng.integers(NUM_CONTENTS, size=size)
     kinds = rng.permuted(np.tile(np.arange(LENGTH) % NUM_KINDS, (NUM_SEQUENCES, 1)), axis=1)
@@ -120,10 +123,10 @@ def draw(rng: np.random.Generator) -> Task:
 
 
 def query_weights(previous: float, matching: float) -> NDArray[np.float64]:
-    """Return W_q (WIDTH, WIDTH) of a head that looks for two tokens; the keys are the tokens x.
+    """Return W_q (WIDTH, WIDTH) of a head that looks for two tokens.
 
-    ``previous`` is the score of the token one position back; the first token looks at the last one
-    instead. ``matching`` is the score of the other token of the same kind.
+    The keys are the tokens x. ``previous`` is the score of the token one position back, which for
+    the first token is the last one. ``matching`` is the score of the other token of the same kind.
     """
     W_q = np.zeros((WIDTH, WIDTH))
     kinds = slice(NUM_CONTENTS, NUM_CONTENTS + NUM_KINDS)

@@ -1,4 +1,4 @@
-"""Positional biases: numbers added to the scores, by the distance between query and key."""
+"""Position biases, which depend on the distance between query and key and are added to scores."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from minimha.equations.arguments import as_floating, as_integers, flag, integer,
 
 
 def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
-    """Return ALiBi's slope of each of n heads: 2^(-8/n), 2^(-16/n), …, 2^(-8).
+    """Return ALiBi's slopes 2^(-8/n), 2^(-16/n), …, 2^(-8) for n heads.
 
-    If n is not a power of two, the slopes for the next smaller power p come first, followed by
-    every second slope for 2p, as in the authors' code.
+    If n is not a power of two, the result begins with the slopes for p heads, where p is the next
+    smaller power. The first n - p of every second slope for 2p heads follow, as in the authors'
+    code.
 
     Parameters
     ----------
     num_heads : int
-        n.
+        The number n of heads.
 
     Returns
     -------
-    ndarray of shape (H,), float64
-        For ``attention(..., alibi_slopes=...)``.
+    ndarray of shape (n,), float64
+        An argument for ``attention(..., alibi_slopes=...)``.
 
     Raises
     ------
     TypeError, ValueError
-        ``num_heads`` is not an integer, or below 1.
+        ``num_heads`` is not an integer of at least 1.
 
     References
     ----------
@@ -60,16 +61,16 @@ def t5_buckets(
     max_distance: int = 128,
     bidirectional: bool = True,
 ) -> NDArray[np.int64]:
-    """Return T5's bucket for the distance between each query and each key.
+    """Return T5's bucket number for the distance from each query to each key.
 
-    Each near distance has a bucket. Far distances share buckets of equal width on a logarithmic
-    scale, and distances from ``max_distance`` on share the last bucket. With N buckets for one
-    direction and e = N // 2:
+    Each near distance has its own bucket. Far distances share buckets of equal width on a
+    logarithmic scale. The last bucket includes all distances from ``max_distance`` (max) on. For a
+    distance d, N buckets per direction and e = N // 2:
 
         bucket(d) = d                                                        d < e
                     min(e + floor((N - e) · ln(d / e) / ln(max / e)), N - 1)   d ≥ e
 
-    The borders are computed in exact integers, so no rounding moves a distance to another bucket.
+    Bucket borders are computed in exact integers, without rounding errors.
 
     Parameters
     ----------
@@ -78,10 +79,10 @@ def t5_buckets(
     num_buckets : int, default 32
         At least 2; even and at least 4 if ``bidirectional``.
     max_distance : int, default 128
-        More than e.
+        An integer above e.
     bidirectional : bool, default True
-        Whether keys after the query have the second half of the buckets. If False, they are in
-        bucket 0 and should be hidden by a causal mask.
+        If True, keys after the query have the second half of the buckets. If False, they are in
+        bucket 0, and a causal mask should hide them.
 
     Returns
     -------
@@ -91,7 +92,7 @@ def t5_buckets(
     Raises
     ------
     TypeError, ValueError
-        A count is outside its range, or positions are not one row of integers.
+        A count is out of range, or positions are not a 1-D array of integers.
 
     References
     ----------
@@ -119,26 +120,28 @@ def t5_bias(
     max_distance: int = 128,
     bidirectional: bool = True,
 ) -> NDArray[Any]:
-    """Return T5's learned bias for each head, query and key: ``table[t5_buckets(…), h]``.
+    """Return T5's learned bias for each head h, query and key: ``table[t5_buckets(…), h]``.
 
     Parameters
     ----------
     table : array_like of shape (num_buckets, H)
         T5's ``relative_attention_bias.weight``.
     q_positions, k_positions : array_like of shape (Lq,) and (Lk,), int
+        As in ``t5_buckets``.
     max_distance : int, default 128
+        As in ``t5_buckets``.
     bidirectional : bool, default True
         As in ``t5_buckets``.
 
     Returns
     -------
     ndarray of shape (H, Lq, Lk), the table's dtype, float64 for integers
-        ``attention(..., attn_bias=bias[None], scale=1)`` is T5's attention, which does not scale.
+        T5's attention is ``attention(..., attn_bias=bias[None], scale=1)``.
 
     Raises
     ------
     TypeError, ValueError
-        ``table`` is not 2-D, or as in ``t5_buckets``.
+        ``table`` is not 2-D, or an argument is invalid for ``t5_buckets``.
 
     References
     ----------

@@ -1,8 +1,9 @@
-"""Rotary position embedding: each pair of numbers in a query or key is rotated by an angle.
+"""Rotary position embedding: rotate pairs of numbers in queries and keys by position.
 
-At position m, pair i is rotated by m · θ_i, with θ_i = base^(-2i/R) for a rotated width of R. A
-score, a product of two rotated vectors, depends only on the difference of their positions. Pairs
-are half-split, (i, i + R/2), as in Llama, or interleaved, (2i, 2i + 1), as in the paper and GPT-J.
+At position m, pair i is rotated by the angle m · θ_i, with θ_i = base^(-2i/R) for rotated width R.
+The dot product of two rotated vectors then depends only on the difference of their positions.
+Pairs are half-split, (i, i + R/2), as in Llama, or interleaved, (2i, 2i + 1), as in the paper and
+GPT-J.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from minimha.layers.scalings import Scaling, token_count
 
 @dataclass(frozen=True)
 class RoPE:
-    """Rotary position embedding of the first R numbers of heads of width D.
+    """Rotary position embedding (RoPE) of the first R numbers in heads of width D.
 
     Parameters
     ----------
     head_dim : int
         D.
     base : float, default 10000.0
-        More than 1; θ_i = base^(-2i/R).
+        More than 1. Position m rotates pair i by m · base^(-2i/R).
     rotary_dim : int, optional
-        R, even, at most D. The other D - R numbers do not change. Default is D.
+        R, an even number of at most D. The other D - R numbers do not change. Default is D.
     interleaved : bool, default False
-        Pairs are (2i, 2i + 1) rather than (i, i + R/2).
+        Whether pairs are (2i, 2i + 1) instead of (i, i + R/2).
     scaling : Scaling, optional
-        One of the classes in ``minimha.layers.scalings``. Default is none.
+        A scaling rule from ``minimha.layers.scalings``. Default is none.
 
     Attributes
     ----------
@@ -95,11 +96,14 @@ class RoPE:
 
     @property
     def is_dynamic(self) -> bool:
-        """True if the angles depend on the sequence's length."""
+        """True if the angles depend on the length of the sequence."""
         return self.scaling is not None and self.scaling.is_dynamic
 
     def frequencies(self, length: int = 1) -> NDArray[np.float64]:
-        """Return each pair's angle per position, (R/2,); only dynamic scaling needs ``length``."""
+        """Return each pair's angle per position, (R/2,), for a sequence of ``length`` tokens.
+
+        ``length`` matters only if the scaling depends on it (``is_dynamic``).
+        """
         length = token_count("length", length)
         theta = np.asarray(self.base ** (-np.arange(0, self.width, 2) / self.width), np.float64)
         if self.scaling is None:
@@ -107,7 +111,10 @@ class RoPE:
         return np.asarray(self.scaling.frequencies(theta, self.base, length), np.float64)
 
     def has_equal_angles(self, length: int, other: int) -> bool:
-        """Return whether both lengths have equal angles, so a cache may grow to the other."""
+        """Return whether sequences of ``length`` and of ``other`` tokens have the same angles.
+
+        If so, keys that were cached at one length stay valid at the other.
+        """
         return not self.is_dynamic or np.array_equal(
             self.frequencies(length), self.frequencies(other)
         )
@@ -115,15 +122,15 @@ class RoPE:
     def tables(
         self, positions: ArrayLike, *, repeated: bool = False, length: int | None = None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return cos(m θ_i) and sin(m θ_i) for positions m, times the scaling's magnitude.
+        """Return cos(m θ_i) and sin(m θ_i) for positions m, times the magnitude of the scaling.
 
         Parameters
         ----------
         positions : array_like of shape (...), int
         repeated : bool, default False
-            Whether to store each angle at both numbers of the pair: width R, not R/2.
+            Whether to store each angle twice, once for each number of its pair.
         length : int, optional
-            The sequence's length, for dynamic scaling. Default is the largest position plus 1.
+            The length of the sequence, for dynamic scaling. Default is the largest position + 1.
 
         Returns
         -------
@@ -168,12 +175,12 @@ class RoPE:
         *,
         length: int | None = None,
     ) -> Any:
-        """Return ``x`` with each vector rotated by the angles of its position.
+        """Return queries or keys ``x``, with each vector rotated by the angles of its position.
 
         Parameters
         ----------
         x : array_like of shape (..., L, D)
-            Queries or keys. Integers become float64; 16 bits are computed in float32.
+            Integers become float64; 16-bit numbers are computed in float32.
         positions : array_like of shape (L,), or (B, L) for x of shape (B, H, L, D), int
         tap : callable ``tap(name, value) -> value``, optional
             Receives cos, sin and rotated.
@@ -221,20 +228,20 @@ def rotate_by_table(
     repeated: bool = False,
     tap: Tap = no_tap,
 ) -> Any:
-    """Return ``x`` rotated by angles from tables of cos and sin.
+    """Apply rotary position embedding to ``x``, with angles from tables of cos and sin.
 
     Parameters
     ----------
     x : array_like of shape (..., L, D)
     cos, sin : array_like of shape (P, R/2), (P, R) if ``repeated``
-        One row per position; ``positions`` choose rows. Without ``positions``, one row per token:
-        (L, R/2), or (B, L, R/2) for x of shape (B, H, L, D).
+        One row for each of P positions, with one number per pair. Without ``positions``, the tables
+        have one row per token: (L, R/2), or (B, L, R/2) for x of shape (B, H, L, D).
     positions : array_like of shape (L,), or (B, L) for x of shape (B, H, L, D), int, optional
-        From 0 to P - 1.
+        The table row of each token, from 0 to P - 1.
     interleaved : bool, default False
-        Pairs are (2i, 2i + 1) rather than (i, i + R/2).
+        Whether pairs are (2i, 2i + 1) instead of (i, i + R/2).
     repeated : bool, default False
-        Whether the tables have each angle at both numbers of the pair.
+        Whether the tables have each angle twice, once for each number of its pair.
     tap : callable ``tap(name, value) -> value``, optional
         Receives cos, sin and rotated.
 
@@ -314,7 +321,7 @@ def _pairs(R: int, interleaved: bool) -> tuple[slice, slice]:
 
 
 def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
-    """Return one half of a table whose halves have the same angles; else raise ValueError."""
+    """Return half of a table that has each angle twice; raise ValueError if the halves differ."""
     R = table.shape[-1] if table.ndim else 0
     if R % 2:
         raise ValueError(
@@ -334,7 +341,7 @@ def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
 def _remembered_tables(
     rope: RoPE, positions: bytes, shape: tuple[int, ...], length: int | None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return ``rope.tables``, cached because all layers of a model have the same positions."""
+    """Return ``rope.tables``, cached since all layers of a model use the same positions."""
     m = np.frombuffer(positions, np.int64).reshape(shape)
     cos, sin = rope.tables(m, length=length)
     cos.flags.writeable = sin.flags.writeable = False

@@ -1,6 +1,7 @@
-"""Scalings of rotary embedding: slower rotation, for sequences longer than those in training.
+"""Scalings of rotary embedding: slower rotation, for sequences longer than in training.
 
-Each rule computes the angle per position of each pair from the unscaled θ_i = base^(-2i/R).
+Each rule computes the angle per position of pair i from the unscaled θ_i = base^(-2i/R), where R is
+the rotated width.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ Angles = NDArray[np.float64]
 
 
 def token_count(name: str, value: Any) -> int:
-    """Return ``value`` as an int, if it is a positive integer in the range of float64."""
+    """Return ``value``, a positive integer in the range of float64, as an int.
+
+    Raise TypeError or ValueError for any other value; ``name`` is the argument's name in errors.
+    """
     length = integer(name, value)
     number(name, length)
     return length
@@ -44,13 +48,13 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 class Scaling(ABC):
-    """The base class of all scaling rules, which are frozen dataclasses."""
+    """The base class of scaling rules, which are frozen dataclasses."""
 
     is_dynamic = False  # whether the angles depend on the sequence's length
 
     @property
     def magnitude(self) -> float:
-        """The factor by which cos and sin are multiplied."""
+        """The factor of cos and sin."""
         return 1.0
 
     def __post_init__(self) -> None:
@@ -60,7 +64,10 @@ class Scaling(ABC):
 
     @abstractmethod
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return each pair's angle per position (R/2,), from the unscaled ``theta``."""
+        """Return each pair's scaled angle per position (R/2,), from the unscaled ``theta``.
+
+        ``base`` is that of θ_i = base^(-2i/R), and ``length`` is the number of tokens.
+        """
 
     def _keep(self, name: str, checked: Any) -> None:
         object.__setattr__(self, name, checked)  # the only way in a frozen dataclass
@@ -68,7 +75,7 @@ class Scaling(ABC):
 
 @dataclass(frozen=True)
 class LinearScaling(Scaling):
-    """Linear scaling: the angles θ_i become θ_i / factor, as if positions were divided by factor.
+    """Linear scaling θ_i / factor, which has the effect of dividing positions by factor.
 
     Parameters
     ----------
@@ -89,25 +96,26 @@ class LinearScaling(Scaling):
     factor: float
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return ``theta`` / factor."""
+        """Return each pair's scaled angle per position, ``theta`` / factor."""
         return theta / self.factor
 
 
 @dataclass(frozen=True)
 class DynamicNTKScaling(Scaling):
-    """Dynamic NTK scaling: the base in θ_i = base^(-2i/R) grows with the sequence's length n.
+    """Dynamic NTK scaling: the base of θ_i = base^(-2i/R) grows with the sequence length n.
 
-    Up to the length n_0 of training, the base does not change. Beyond n_0 it is multiplied by
+    Up to the training length n_0, the base does not change. Beyond n_0, it is multiplied by
     (factor · n / n_0 - (factor - 1))^(R / (R - 2)), where R is the rotated width. Queries and keys
-    must be rotated for the same n. The default of n is the largest position of a call plus 1. As in
-    transformers, all batch entries share it. With a cache, pass the final ``length`` instead.
+    must be rotated for the same n, which all sequences of a batch share. In ``RoPE.rotate``, n is
+    the argument ``length``, by default the largest position of the call + 1. If keys are cached,
+    pass ``length`` in each call: the length that the sequence will have at the end.
 
     Parameters
     ----------
     factor : float
         At least 1.
     original_length : int
-        n_0.
+        n_0, the largest sequence length in training.
 
     Raises
     ------
@@ -125,7 +133,7 @@ class DynamicNTKScaling(Scaling):
     is_dynamic = True
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return each pair's angle per position for the larger base."""
+        """Return each pair's angle per position, for the base that belongs to ``length``."""
         R = 2 * len(theta)
         if R < 4:
             raise ValueError(
@@ -139,20 +147,20 @@ class DynamicNTKScaling(Scaling):
 
 @dataclass(frozen=True)
 class YaRNScaling(Scaling):
-    """YaRN scaling: the angle θ_i for fast pairs, θ_i / factor for slow ones, a mixture in between.
+    """YaRN scaling: θ_i for fast pairs, θ_i / factor for slow pairs, a mixture in between.
 
-    Fast pairs rotate at least ``beta_fast`` times within ``original_length``, slow pairs at most
-    ``beta_slow`` times. cos and sin are multiplied by ``attention_factor``, so scores grow by its
-    square. The mixture is a ramp, linear in the pair's index as in the authors' code and in
-    transformers; in the paper, it is linear in the number of rotations. If an extreme
-    ``original_length`` makes the ramp's ends cross, the result is that of the authors' code.
+    Fast pairs rotate at least ``beta_fast`` times within ``original_length`` tokens, slow pairs at
+    most ``beta_slow`` times. cos and sin are multiplied by ``attention_factor``, so scores grow by
+    its square. The mixture is a ramp, linear in the index of the pair as in the authors' code and
+    in transformers. In the paper, it is linear in the number of rotations. With an extreme
+    ``original_length``, the ramp's ends may cross; the result is then also as in the authors' code.
 
     Parameters
     ----------
     factor : float
         At least 1.
     original_length : int
-        The length of sequences in training.
+        The largest sequence length in training.
     beta_fast : float, default 32.0
         At least ``beta_slow``.
     beta_slow : float, default 1.0
@@ -160,12 +168,13 @@ class YaRNScaling(Scaling):
     attention_factor : float, optional
         Positive. Default is 0.1 · ln(factor) + 1.
     truncate : bool, default True
-        Whether to round the ramp's ends outwards to integers; False in GPT-OSS.
+        Whether to round the ramp's lower end down and its upper end up to integers; False in
+        gpt-oss.
 
     Raises
     ------
     TypeError, ValueError
-        A number outside its range.
+        A number is out of range.
 
     References
     ----------
@@ -186,12 +195,12 @@ class YaRNScaling(Scaling):
 
     @property
     def magnitude(self) -> float:
-        """The attention factor, by which cos and sin are multiplied."""
+        """The attention factor, which multiplies cos and sin."""
         given = self.attention_factor
         return 0.1 * math.log(self.factor) + 1 if given is None else given
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return each pair's angle: ``theta``, ``theta`` / factor or a mixture of both."""
+        """Return each pair's scaled angle: ``theta``, ``theta`` / factor, or a mixture of both."""
         R = 2 * len(theta)
         low = self._index_rotating(self.beta_fast, base, R)
         high = self._index_rotating(self.beta_slow, base, R)
@@ -210,17 +219,18 @@ class YaRNScaling(Scaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(Scaling):
-    """Llama 3's scaling: angles θ_i / factor for long wavelengths, θ_i for short ones, else mixed.
+    """Llama 3 scaling: θ_i / factor for long wavelengths, θ_i for short ones, a mixture in between.
 
-    Pair i rotates t = original_length · θ_i / 2π times within ``original_length``. Its wavelength
-    is long if t is below ``low_freq_factor``, short if t is above ``high_freq_factor``.
+    Pair i rotates t = original_length · θ_i / 2π times within ``original_length`` tokens. Its
+    wavelength is long if t is below ``low_freq_factor``, and short if t is above
+    ``high_freq_factor``.
 
     Parameters
     ----------
     factor : float
         At least 1.
     original_length : int
-        The length of sequences in training.
+        The largest sequence length in training.
     low_freq_factor : float, default 1.0
         Positive.
     high_freq_factor : float, default 4.0
@@ -229,7 +239,7 @@ class Llama3Scaling(Scaling):
     Raises
     ------
     TypeError, ValueError
-        A number outside its range.
+        A number is out of range.
 
     References
     ----------
@@ -250,7 +260,7 @@ class Llama3Scaling(Scaling):
             )
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return each pair's angle: ``theta``, ``theta`` / factor or a mixture of both."""
+        """Return each pair's scaled angle: ``theta``, ``theta`` / factor, or a mixture of both."""
         times = self.original_length * theta / (2 * math.pi)
         kept = (times - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = np.clip(kept, 0, 1)
@@ -259,7 +269,7 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True)
 class FactorScaling(Scaling):
-    """Scaling with one positive factor f_i per pair, θ_i / f_i, as in llama.cpp's files."""
+    """Scaling θ_i / f_i with one positive factor f_i per pair (``factors``), as in GGUF files."""
 
     factors: tuple[float, ...]
 
@@ -267,33 +277,33 @@ class FactorScaling(Scaling):
         self._keep("factors", _positives("factors", self.factors))
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return ``theta`` / f_i for each pair i."""
+        """Return each pair's scaled angle per position, ``theta`` / f_i for pair i."""
         return _divided(theta, "factors", self.factors)
 
 
 @dataclass(frozen=True)
 class LongRoPEScaling(Scaling):
-    """LongRoPE: one factor f_i per pair, θ_i / f_i, and other factors for long sequences.
+    """LongRoPE scaling θ_i / f_i, with different factors f_i for short and for long sequences.
 
-    Up to the length n_0 of training, f_i are the ``short_factors``. For longer sequences, all
-    positions take the ``long_factors``. The length is taken as in ``DynamicNTKScaling``. cos and
-    sin are multiplied by ``attention_factor``, whatever the length.
+    Up to the training length n_0, f_i are the ``short_factors``. In a longer sequence, all
+    positions use the ``long_factors``. The sequence's length is given as in ``DynamicNTKScaling``.
+    For each length, cos and sin are multiplied by ``attention_factor``.
 
     Parameters
     ----------
     short_factors, long_factors : sequence of float
-        Positive, one for each pair.
+        The positive factors f_i, one for each pair.
     original_length : int
         n_0, at least 2.
     factor : float, default 1.0
-        At least 1: how many times n_0 the longest sequence is.
+        The largest supported length divided by n_0, at least 1.
     attention_factor : float, optional
         Positive. Default is √(1 + ln(factor) / ln(n_0)).
 
     Raises
     ------
     TypeError, ValueError
-        A number outside its range.
+        A number is out of range.
 
     References
     ----------
@@ -322,13 +332,13 @@ class LongRoPEScaling(Scaling):
 
     @property
     def magnitude(self) -> float:
-        """The attention factor, by which cos and sin are multiplied."""
+        """The attention factor, which multiplies cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return ``theta`` divided by the factors for sequences of this ``length``."""
+        """Return ``theta`` divided by the factors for sequences of ``length`` tokens."""
         name = "short_factors" if length <= self.original_length else "long_factors"
         return _divided(theta, name, getattr(self, name))
 

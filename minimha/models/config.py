@@ -10,7 +10,7 @@ from minimha.layers.rope import RoPE
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a transformer, and the settings in which families of models differ.
+    """The sizes and settings of a transformer.
 
     Attributes
     ----------
@@ -19,25 +19,26 @@ class Config:
     vocabulary : int
         V, the number of different tokens.
     num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff : int
-        The number of layers, and E, H, Hkv, D and F of each layer.
+        The number of layers, the width of the model, the numbers of heads and of key/value heads,
+        the width of a head, and the width inside the feed-forward.
     max_length : int
         The largest number of tokens that the model can read.
     epsilon : float
-        The ε of the norms.
+        The ε that every norm adds to the variance or mean square.
     activation : {"relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu_squared"}
         The activation of the feed-forward.
     is_tied : bool
         Whether the token embedding is also the unembedding.
     ropes : tuple of RoPE or None, one per layer
-        The layer's rotary embedding, if any.
+        The layer's rotary embedding, or None if it has none.
     windows : tuple of int or None, one per layer
-        The largest number of tokens that a query sees, itself included; None for all.
+        The largest number of tokens that a query attends to, its own included; None for all.
     scale : float, optional
-        The scores' scale. Default is 1/√D.
+        The factor of the scores. Default is 1/√head_dim.
     softcap, logit_softcap : float, optional
-        Caps of the scores and of the logits.
+        The cap c in c · tanh(x / c), for scores and for logits. Default is no cap.
     eos : tuple of int
-        The tokens that end a text.
+        The ids of the tokens that end a text.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""Read the files of a model: only regular files of limited size, since a device may have no end."""
+"""Read files of a checkpoint; raise ValueError if they are too large or not regular files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LARGEST_JSON = 2**22  # bytes
 
 
 def check_file(path: Path) -> None:
-    """Raise ValueError unless ``path`` is a regular file."""
+    """Raise ValueError if ``path`` is missing or not a regular file."""
     if not path.is_file():
         raise ValueError(f"{path} is {'no regular file' if path.exists() else 'missing'}")
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Return the bytes of a file; raise ValueError if it is missing or longer than ``largest``."""
+    """Return a file's bytes; raise ValueError if it is missing or longer than ``largest`` bytes."""
     check_file(path)
     if path.stat().st_size > largest:
         raise ValueError(f"{path} is too long: expected at most {largest:,} bytes")
@@ -24,7 +24,7 @@ def read_bytes(path: Path, largest: int) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise ValueError for any other content."""
+    """Return the object in a JSON file as a dict; raise ValueError for any other content."""
     text = read_bytes(path, LARGEST_JSON)
     try:
         value = json.loads(text)

@@ -1,4 +1,4 @@
-"""Draw the next token from logits: by a softmax, which may be cut to the most probable tokens.
+"""Sample the next token from logits, with temperature, top-k and top-p.
 
 Axes: ``V`` vocabulary.
 """
@@ -21,7 +21,7 @@ def probabilities(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> NDArray[np.float64]:
-    """Return softmax(logits / temperature), cut to the most probable tokens and normalised again.
+    """Return softmax(logits / temperature), cut to the most probable tokens and renormalised.
 
     Parameters
     ----------
@@ -29,11 +29,11 @@ def probabilities(
     temperature : float, default 1.0
         Positive. Below 1 the distribution is sharper, above 1 flatter.
     top_k : int, optional
-        Keep the k most probable tokens, and of equally probable ones the first; 1 is greedy.
+        Keep only the k most probable tokens; of equal ones, the first. 1 is greedy decoding.
         Default is all.
     top_p : float, optional
-        From 0 to 1. Of the tokens that ``top_k`` keeps, keep the fewest whose probabilities sum to
-        ``top_p`` or more, at least one. Default is all.
+        From 0 to 1. After ``top_k``, keep the smallest set of most probable tokens whose
+        probabilities sum to at least ``top_p``. Default is all.
 
     Returns
     -------
@@ -42,7 +42,7 @@ def probabilities(
     Raises
     ------
     TypeError, ValueError
-        A number outside its range, or logits that are NaN or infinite.
+        A number is out of range, or logits are NaN or infinite.
 
     References
     ----------
@@ -82,7 +82,7 @@ def probabilities(
 
 
 def check(temperature: Any, top_k: Any, top_p: Any) -> None:
-    """Raise TypeError or ValueError unless these options of ``probabilities`` are valid."""
+    """Raise TypeError or ValueError if an option of ``probabilities`` is invalid."""
     if number("temperature", temperature) <= 0:
         raise ValueError(
             f"{name_of('temperature')} is {temperature!r}: expected a positive number; the "
@@ -97,7 +97,10 @@ def check(temperature: Any, top_k: Any, top_p: Any) -> None:
 def sampler(
     temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0
 ) -> Callable[[ArrayLike], int]:
-    """Return a function that draws a token's number from logits (V,). Check the options at once.
+    """Return a function that samples a token id from logits (V,).
+
+    ``seed`` starts its random draws; the other options are those of ``probabilities``. Invalid
+    options raise TypeError or ValueError here, not when the function is called.
 
     >>> sampler(top_k=1)([0.0, 3.0, 1.0])
     1
@@ -116,10 +119,10 @@ def generated(
     logits: Callable[[NDArray[np.int64]], NDArray[Any]], tokens: NDArray[np.int64], count: int,
     sample: Callable[[ArrayLike], int], ends: Container[int],
 ) -> Iterator[int]:  # fmt: skip
-    """Yield up to ``count`` sampled tokens, until a token in ``ends`` has been sampled.
+    """Yield up to ``count`` sampled tokens, and stop after a token in ``ends``.
 
-    ``logits`` is called with the tokens (L,) that are new since its last call. The last row of its
-    result is for the next token.
+    The first call of ``logits`` receives ``tokens`` (L,), and each later call the one new token. It
+    returns logits (L, V), from whose last row ``sample`` draws the next token.
     """
     for _ in range(count):
         token = sample(logits(tokens)[-1])

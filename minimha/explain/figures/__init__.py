@@ -1,4 +1,4 @@
-"""Figures of a trace, drawn as SVG: the flow of data, heatmaps, blocks, bars and angles."""
+"""Draw figures of a trace as SVG: flow chart, heatmaps, blocks, weights and angles."""
 
 from minimha.explain.figures.gallery import figures, svg
 

@@ -1,4 +1,4 @@
-"""A figure of dot product and cosine: two vectors as arrows, and the angle between them."""
+"""Draw dot product and cosine: two vectors as arrows, and the angle between them."""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ SMALL = 12
 
 
 def angles(steps: Sequence[Step], widest: float, decimals: int) -> Drawing:
-    """Draw the last query and each of the first four keys as arrows, with the angle between them.
+    """Draw the last query with each of the first four keys as arrows, and their angle.
 
-    The drawing is empty if ``steps`` has no step ``cosine``.
+    The pairs stand in rows of at most ``widest`` pixels. The drawing is empty if ``steps`` has no
+    step "cosine", or lacks q or k.
     """
     cosine = next((s for s in steps if s.base == "cosine" and s.value.size), None)
     if cosine is None:
@@ -42,7 +43,7 @@ def _panel(
     q: NDArray[np.float64], k: NDArray[np.float64], names: tuple[str, str], unit: float,
     decimals: int,
 ) -> Drawing:  # fmt: skip
-    """Draw both arrows in the plane that they span; q is horizontal if D is larger than 2."""
+    """Draw both vectors in the plane that they span; q is horizontal if D is larger than 2."""
     lengths = [float(np.linalg.norm(x)) for x in (q, k)]
     dot = float(q @ k)
     cosine = dot / (lengths[0] * lengths[1]) if all(lengths) else 0.0

@@ -1,4 +1,4 @@
-"""A figure of FlashAttention's blocks: scores in the order of loading, and skipped blocks."""
+"""Draw FlashAttention's blocks of scores, in the order of loading, and the skipped blocks."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,10 @@ LABEL = 5  # characters
 
 
 def grid(trace: Trace) -> Drawing:
-    """Draw the scores of the first head, block by block. Without blocks the drawing is empty."""
+    """Draw the scores of the first head block by block.
+
+    The drawing is empty if the run had no blocks.
+    """
     steps = [step for step in trace.steps if step.base == "S" and not (step.head or step.batch)]
     drawing = Drawing()
     if not steps or trace.blocks is None:

@@ -1,4 +1,4 @@
-"""Charts as SVG: lines, bars and grids of shades, and a whole result as one picture."""
+"""Draw the charts of an experiment's result as SVG."""
 
 import textwrap
 from itertools import pairwise
@@ -29,7 +29,7 @@ def svg(result: Result) -> str:
 
 
 def chart(data: Lines | Bars | Grid) -> Drawing:
-    """Draw a chart with its title, and with a legend if it has several series."""
+    """Draw a line chart, bar chart or grid with its title; several series have a legend."""
     drawing = Drawing()
     drawing.text(0, SIZE / 2, data.title, "bold")
     if isinstance(data, Grid):

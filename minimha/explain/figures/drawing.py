@@ -1,7 +1,7 @@
-"""Drawings of rectangles, lines and text at explicit positions, as SVG.
+"""Draw rectangles, lines and text as SVG, at explicit positions.
 
-Each text has a position and an anchor, so a figure looks the same in every font. Colours are CSS
-classes: dark if the reader prefers a dark scheme, light otherwise.
+Each text has a position and an anchor, so a figure has the same layout in every font. Colours are
+CSS classes with a light and a dark scheme.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _advance(character: str) -> float:
 
 
 def short(words: str, longest: int) -> str:
-    """Return ``words``, cut to ``longest`` characters with an ellipsis if longer.
+    """Return ``words``, shortened to ``longest`` characters with an ellipsis if necessary.
 
     >>> short("understanding", 8)
     'underst…'
@@ -65,9 +65,10 @@ def short(words: str, longest: int) -> str:
 
 
 def in_lines(words: str, longest: int) -> list[str]:
-    """Return ``words`` as one line, or as two lines if there are more than ``longest`` characters.
+    """Return ``words`` as one line, or as two lines if they exceed ``longest`` characters.
 
-    The break is after a comma or a colon if possible, else at another space, near the middle.
+    The break is a space for which both lines fit, if there is one. Of such spaces, one after a
+    comma or colon is preferred, then one near the middle.
 
     >>> in_lines("A = softmax(S), row by row: A_ij = P_ij / l_i", 40)
     ['A = softmax(S), row by row:', 'A_ij = P_ij / l_i']
@@ -86,7 +87,10 @@ def in_lines(words: str, longest: int) -> list[str]:
 
 @dataclass
 class Drawing:
-    """Shapes as lines of SVG, and the width and height of their drawing; y grows downwards."""
+    """An SVG drawing: its shapes, and the width and height that they need, in pixels.
+
+    x grows to the right, and y downwards.
+    """
 
     width: float = 0
     height: float = 0
@@ -96,7 +100,10 @@ class Drawing:
         self, x: float, y: float, width: float, height: float, kind: str,
         *, opacity: float | None = None, title: str = "",
     ) -> None:  # fmt: skip
-        """Draw a rectangle of the CSS class ``kind``. Browsers show ``title`` as a tooltip."""
+        """Draw a rectangle of the CSS class ``kind``, with ``title`` as its tooltip.
+
+        By default, the CSS class decides the ``opacity``.
+        """
         shade = "" if opacity is None else f' fill-opacity="{_plain(opacity)}"'
         inside = f"><title>{escape(title)}</title></rect>" if title else "/>"
         self._draw(
@@ -109,9 +116,10 @@ class Drawing:
         self, x: float, y: float, words: str, kind: str = "", *, anchor: str = "start",
         size: float = SIZE, longest: int | None = None,
     ) -> None:  # fmt: skip
-        """Write ``words`` at height ``y``, with their start, middle or end (``anchor``) at ``x``.
+        """Write ``words`` so that their ``anchor`` ("start", "middle" or "end") is at (x, y).
 
-        Text of more than ``longest`` characters is cut, and its tooltip shows all of it.
+        ``kind`` is a CSS class. Text of more than ``longest`` characters is cut, and its tooltip is
+        the whole text.
         """
         title, words = words, words if longest is None else short(words, longest)
         name = f' class="{kind}"' if kind else ""
@@ -124,7 +132,10 @@ class Drawing:
         )  # fmt: skip
 
     def line(self, *points: tuple[float, float], kind: str = "line", tip: str = "") -> None:
-        """Draw a line through ``points``, with an arrowhead of the CSS class ``tip`` if given."""
+        """Draw a line of the CSS class ``kind`` through ``points``.
+
+        If ``tip`` is given, the line ends in an arrowhead of the CSS class ``tip``.
+        """
         path = " ".join(f"{_plain(x)},{_plain(y)}" for x, y in points)
         far = max(x for x, _ in points), max(y for _, y in points)
         self._draw(f'<polyline class="{kind}" points="{path}"/>', *far)
@@ -140,7 +151,7 @@ class Drawing:
             self._draw(f'<polygon class="{tip}" points="{path}"/>', *far)
 
     def place(self, other: Drawing, x: float, y: float) -> None:
-        """Add the drawing ``other`` with its top left corner at (x, y)."""
+        """Add the drawing ``other``, with its top left corner at (x, y)."""
         self._draw(f'<g transform="translate({_plain(x)} {_plain(y)})">', 0, 0)
         self.shapes += other.shapes
         self._draw("</g>", x + other.width, y + other.height)
@@ -150,13 +161,13 @@ class Drawing:
         self.width, self.height = max(self.width, right), max(self.height, bottom)
 
     def svg(self, title: str) -> str:
-        """Return the drawing as an SVG file with its own style and background."""
+        """Return the drawing as a complete SVG file, with style and background."""
         size = 'width="{}" height="{}"'.format(*self._size())
         ground = f'<style>{STYLE}</style>\n<rect class="ground" {size}/>\n'
         return self._picture(title, ' xmlns="http://www.w3.org/2000/svg"', ground)
 
     def inline(self, title: str) -> str:
-        """Return the drawing as an SVG element, for a page that has ``STYLE`` and a background."""
+        """Return the drawing as an SVG element for an HTML page that includes ``STYLE``."""
         return self._picture(title, "", "")
 
     def _size(self) -> tuple[int, int]:
@@ -173,7 +184,7 @@ class Drawing:
 
 
 def stacked(parts: list[Drawing], gap: float) -> Drawing:
-    """Return one drawing with the drawings ``parts`` below each other, ``gap`` pixels apart."""
+    """Return a drawing with ``parts`` one below the other, ``gap`` pixels apart."""
     whole = Drawing()
     for part in parts:
         whole.place(part, 0, whole.height + gap if whole.shapes else 0)
@@ -181,7 +192,10 @@ def stacked(parts: list[Drawing], gap: float) -> Drawing:
 
 
 def in_rows(parts: list[Drawing], widest: float, gap: float) -> Drawing:
-    """Return ``parts`` in rows, ``gap`` pixels apart. Only a wide part may exceed ``widest``."""
+    """Return a drawing with ``parts`` in rows of at most ``widest`` pixels.
+
+    Parts and rows are ``gap`` pixels apart. A part wider than ``widest`` has a row to itself.
+    """
     whole = Drawing()
     x = y = bottom = 0.0
     for part in parts:

@@ -1,8 +1,8 @@
-"""A flow chart of a layer: a box per matrix, and arrows to the matrices computed from it.
+"""Draw a flow chart of a run: a box per matrix, and arrows from its operands.
 
-A box stands in a row below all its sources. A given matrix stands one row above its first use.
-Boxes are ordered within a row by the mean position of their neighbours. An arrow that passes a row
-reserves space in it (Sugiyama et al. 1981).
+A box is below the boxes of all its operands. An input is one row above its first use. Within a row,
+boxes are ordered by the mean position of their neighbours. An arrow across a row has a place in it
+(Sugiyama et al. 1981).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ SWEEPS = 8
 
 @dataclass(eq=False)
 class Box:
-    """A box of a flow chart, with its centre at ``x``. Without a name it is space for an arrow."""
+    """A box of a flow chart, centred at ``x``; a box without a name is space for an arrow.
+
+    ``above`` are the boxes of its operands, and ``below`` those of the steps that use it.
+    """
 
     row: int
     width: float = 2.0
@@ -41,9 +44,11 @@ class Box:
 
 
 def flow(trace: Trace, widest: float, names: Collection[str] | None = None) -> Drawing:
-    """Draw a flow chart of the steps ``names``, or of all, without steps that have no arrow.
+    """Draw a flow chart of the steps in ``names``, by default of all steps.
 
-    Steps of blocks are left out. So are steps of ``[cross, step 1]``: they repeat ``[cross]``.
+    Steps without arrows, steps of blocks, and steps of stages like ``[cross, step 1]``, which
+    repeat the stage ``[cross]``, are omitted. If no arrows join two groups of steps, each group has
+    its own chart. The charts stand in rows of at most ``widest`` pixels.
     """
     parts = _connected(_sources(trace, trace.by_name if names is None else names))
     return in_rows([_flow(trace, part) for part in parts], widest, 3 * ASIDE)

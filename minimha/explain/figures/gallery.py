@@ -1,4 +1,4 @@
-"""Selection of the figures of a trace, and a picture with all of them."""
+"""Choose the figures of a trace, and combine them in one picture."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ GAP = 28
 
 
 def svg(trace: Trace, decimals: int) -> str:
-    """Return every figure of ``trace`` as one SVG picture."""
+    """Return all figures of ``trace`` as one SVG picture."""
     head = Drawing()
     head.text(0, SIZE / 2 + 2, trace.example, "bold", size=SIZE + 3)
     if trace.source:
@@ -26,7 +26,12 @@ def svg(trace: Trace, decimals: int) -> str:
 
 
 def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
-    """Map titles to figures: those that suit this run, or those that ``trace`` selects."""
+    """Return the figures of a trace by title.
+
+    ``trace.only``, ``trace.cell`` and ``trace.query`` select figures. If none of them is given, the
+    result has each figure that is not empty for this run. If ``trace.only`` or ``trace.query`` is
+    given, or if there is no other figure, the result has the matrices of the shown steps.
+    """
     drawn = {"cell": _cell(trace, decimals)} if trace.cell else {}
     is_whole = not (trace.only or trace.cell or trace.query)
     if is_whole:

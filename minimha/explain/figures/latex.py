@@ -1,4 +1,4 @@
-"""Conversion of a figure to LaTeX: the shapes of the SVG in a picture, with pict2e and xcolor."""
+"""Convert a figure to a LaTeX picture, with the packages pict2e and xcolor."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -13,7 +13,7 @@ Escape = Callable[[str], str]
 
 
 def shade(level: float) -> str:
-    """Return a heatmap's colour for ``level``, from 0 to 1, in hexadecimal digits.
+    """Return the heatmap colour of ``level``, from 0 to 1, as six hexadecimal digits.
 
     >>> shade(0), shade(1)
     ('FFFFFF', '08306B')
@@ -22,7 +22,10 @@ def shade(level: float) -> str:
 
 
 def picture(drawing: Drawing, escape: Escape) -> str:
-    """Return ``drawing`` as LaTeX, no wider than a line. ``escape`` converts its words to TeX."""
+    """Return ``drawing`` as LaTeX, at most as wide as a line of the document.
+
+    ``escape`` converts words to TeX.
+    """
     point = min(POINT, HIGHEST / max(drawing.height, 1))
     lines = list(
         _shapes(ET.fromstring(drawing.svg("")), 0.0, 0.0, drawing.height + 32, escape, point)
@@ -84,7 +87,7 @@ def _text(text: ET.Element, x: float, top: float, escape: Escape, point: float) 
 
 
 def _style(kind: str, name: str) -> str:
-    """Return a colour of the class ``kind`` in the light style, for xcolor, or an empty string."""
+    """Return the colour of a CSS class in the light style, for xcolor, or "" if it has none."""
     light = STYLE.partition("@media")[0]
     found = re.search(rf"\.{re.escape(kind)}\{{[^}}]*\b{name}:#([0-9a-f]+)", light)
     digits = found[1].upper() if found else ""

@@ -1,4 +1,4 @@
-"""A figure of a matrix with labels; scores and weights as heatmaps, all scores on one scale."""
+"""Draw a matrix with labels; scores and weights are heatmaps, and all scores share one scale."""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,14 +21,20 @@ Limits = tuple[float, float]
 
 
 def scales_of(steps: Iterable[Step]) -> tuple[Limits, Limits]:
-    """Return the limits of two colour scales: of all scores among ``steps``, and of all weights."""
+    """Return the limits of two colour scales: one for all scores in ``steps``, one for weights.
+
+    The limits of weights are always 0 and 1.
+    """
     return limits(step.value for step in steps if _is_scores(step)), (0.0, 1.0)
 
 
 def matrix(
     step: Step, title: str, decimals: int, scales: tuple[Limits, Limits], formula: str = ""
 ) -> Drawing:
-    """Draw the matrix of ``step`` with its labels, below ``title`` and ``formula``."""
+    """Draw the matrix of ``step`` with its labels, below ``title`` and ``formula``.
+
+    ``scales`` is the result of ``scales_of``.
+    """
     body = cells(step.value, decimals)
     if step.is_blank:
         body = [[" " * BOX for _ in row] for row in body]  # to write into
@@ -61,7 +67,11 @@ def matrix(
 
 
 def scale(name: str, bounds: Limits, steps: int = 20, *, room: float = LOW) -> Drawing:
-    """Draw a colour scale between ``bounds``, with ``room`` or more pixels for the lower."""
+    """Draw a colour bar of ``steps`` shades, with its name and its limits ``bounds``.
+
+    The text of the lower limit gets at least ``room`` pixels. Bars one below the other are aligned
+    if they have the same ``room``.
+    """
     drawing = Drawing()
     low, high = cells(np.array(bounds), 2)[0]
     drawing.text(0, ROW / 2, name, "muted", size=SMALL)
@@ -75,7 +85,10 @@ def scale(name: str, bounds: Limits, steps: int = 20, *, room: float = LOW) -> D
 
 
 def legend(steps: Sequence[Step], scales: tuple[Limits, Limits]) -> Drawing:
-    """Draw the colour scales that ``steps`` need, and explain the signs × and ?."""
+    """Draw the colour scales of ``steps``, and explain the signs × and ? if they occur.
+
+    ``scales`` is the result of ``scales_of``.
+    """
     drawing = Drawing()
     scored = any(map(_is_scores, steps))
     room = max(LOW, breadth(cells(np.array(scales[0]), 2)[0][0], SMALL)) if scored else LOW
@@ -102,7 +115,10 @@ def _widths(body: Sequence[Sequence[str]], columns: Sequence[str] | None) -> lis
 
 
 def shades(step: Step, scales: tuple[Limits, Limits]) -> list[list[float]] | None:
-    """Return each cell's shade from 0 to 1, or -∞ if hidden; None if ``step`` has no heatmap."""
+    """Return each cell's shade from 0 to 1, or -∞ for a hidden cell.
+
+    NaN and ∞ remain as they are. Return None for a step that is blank or no heatmap.
+    """
     if step.base not in MAPPED or step.value.ndim != 2 or step.is_blank:
         return None
     low, high = scales[step.base in SHARES]
@@ -116,7 +132,11 @@ def cell(
     drawing: Drawing, x: float, y: float, width: float, number: str, level: float | None,
     size: float = SMALL,
 ) -> None:  # fmt: skip
-    """Draw a number on the shade ``level``, from 0 to 1. A negative level means a hidden cell."""
+    """Draw ``number`` in a box whose shade is ``level``, from 0 to 1, or None for no shade.
+
+    If ``level`` is -∞ (hidden), the box shows × in place of the number. If it is NaN or ∞, the box
+    shows a ?.
+    """
     ink = "number"
     if level is not None and np.isfinite(level):
         drawing.rect(x, y, width, ROW, "heat", opacity=level)

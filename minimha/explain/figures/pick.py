@@ -1,4 +1,4 @@
-"""A figure of a query's weights as bars, each beside the value that the weight multiplies."""
+"""Draw a query's weights as bars, each beside the value that it multiplies."""
 
 import numpy as np
 
@@ -12,7 +12,10 @@ WHOLE = 300  # pixels of a weight of 1
 
 
 def pick(picked: Pick, decimals: int) -> Drawing:
-    """Draw a query's weights as bars, each with its value, and the weighted sum of the values."""
+    """Draw the weights of the query ``picked`` as bars, each beside its value, and their output.
+
+    Keys with small weights may share one bar.
+    """
     query, weights, values, output = picked
     number, rest = picked.rest
     labels = [short((weights.columns or ())[n], LABEL) for n in picked.keys]

@@ -1,4 +1,4 @@
-"""Conversion of a figure to PNG by a rasteriser installed on this machine."""
+"""Convert SVG to PNG, with a rasteriser that is installed on this machine."""
 
 import importlib.util
 import shutil
@@ -8,7 +8,10 @@ ZOOM = 2  # pixels of the picture per pixel of the figure
 
 
 def png(svg: str) -> bytes:
-    """Return the picture ``svg`` as PNG, by librsvg's rsvg-convert or the package ``cairosvg``."""
+    """Return an SVG picture as PNG, converted by rsvg-convert or the package ``cairosvg``.
+
+    Raise ValueError if neither is installed, or if rsvg-convert fails.
+    """
     command = shutil.which("rsvg-convert")
     if command is not None:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The parts of a page around the steps: its first cell, the list of steps, and the flow chart."""
+"""The parts of a page around its steps: the start cells, the list of steps, and the flow chart."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +22,11 @@ Place = tuple[int, int, int]  # the number of a step, a row and a column
 
 
 def places(trace: Trace, number: Mapping[Step, int]) -> dict[str, Place]:
-    """Map names to the cells at which a reader can start. The page opens at the first cell.
+    """Return up to three cells at which a reader can start, by name; the page opens at the first.
 
-    There are up to three: the chosen cell, the likeliest next token, and a weight between two
-    tokens. Without these, it is the first cell of the last heatmap. ``number`` has step indices.
+    The cells are the most probable next token, the chosen cell (``trace.cell``), and a weight
+    between two tokens, as far as the trace has them. If it has none, the only cell is the first one
+    of the last heatmap. ``number`` maps steps to their indices.
     """
     found: dict[str, Place] = {}
     if trace.cell:
@@ -60,7 +61,10 @@ def _telling(step: Step) -> tuple[int, int]:
 
 
 def links(groups: Sequence[dict[str, Any]]) -> str:
-    """Return links to all steps as HTML. A long list is folded, with one fold for each stage."""
+    """Return links to all steps as HTML.
+
+    ``groups`` are the page's records of steps. In a long list, the links of each stage are folded.
+    """
     folds: dict[str, list[str]] = {}
     for n, group in enumerate(groups):
         stage = group["stage"] if len(groups) > MOST else ""
@@ -82,7 +86,11 @@ def _fold(summary: str, inside: str, around: str) -> str:
 
 
 def charts(trace: Trace, decimals: int) -> str:
-    """Return the flow chart as HTML, and for small traces also all figures besides matrices."""
+    """Return the figures of a page as HTML.
+
+    They are the flow chart, unless the trace selects steps, and for small traces all other figures
+    except matrices and heatmaps.
+    """
     found = {} if trace.only or trace.cell or trace.query else {"flow of data": _flow_chart(trace)}
     if sum(step.value.size for step in trace.steps) <= LARGEST:
         drawn = figures(trace.selected(head=trace.head), decimals)
@@ -107,7 +115,7 @@ def _figure(drawing: Drawing, title: str) -> str:
 
 
 def _flow_chart(trace: Trace) -> str:
-    """Return the flow of data; if it has many boxes, one folded chart for each stage."""
+    """Return the flow chart as HTML; one with many boxes is split and folded by stage."""
     whole = flow(trace, WIDEST)
     if _boxes(whole) <= MOST:
         return _figure(whole, "flow of data")

@@ -1,1 +1,1 @@
-"""CPU kernels: numba on vector registers and every core."""
+"""Compute attention with CPU kernels that use vector registers and every core."""

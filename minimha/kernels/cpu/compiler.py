@@ -1,4 +1,4 @@
-"""Load machine code from disk, or compile it and store it there."""
+"""Load the machine code of a function from disk, or compile and store it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOG = logging.getLogger("minimha")
 
 
 class Compiled:
-    """A compiled function with C's calling convention and integers as arguments."""
+    """A compiled function: ``call`` calls it like a C function, with integers as arguments."""
 
     def __init__(self, function: CFunc) -> None:
         self._owner = function  # keeps the machine code alive
@@ -56,7 +56,7 @@ _lock = os_threads.RLock()
 
 
 def undisturbed(work: Callable[[], Any]) -> Any:
-    """Call ``work()`` so that neither Ctrl-C nor other threads interrupt its use of numba."""
+    """Return ``work()``, called so that neither Ctrl-C nor another thread interrupts numba."""
 
     def alone() -> Any:
         with _lock:
@@ -68,10 +68,10 @@ def undisturbed(work: Callable[[], Any]) -> Any:
 def compiled(
     function: Callable[..., Any], signature: Any, file: File, is_slow: bool = False
 ) -> Compiled:
-    """Return ``function`` as machine code for ``signature``, from ``file`` if that exists.
+    """Return the machine code of ``function`` for ``signature``, loaded from ``file`` or compiled.
 
-    One process compiles and stores the code; others wait and then load it. A compilation that
-    ``is_slow`` is logged.
+    One process compiles and stores the code; others wait and then load it. If ``is_slow``, a
+    compilation is logged.
     """
     made: Compiled = undisturbed(partial(_loaded_or_made, function, signature, file, is_slow))
     return made

@@ -1,16 +1,20 @@
-"""The gated delta rule on the CPU: groups of four tokens, by the WY form, in vector registers.
+"""Compute the gated delta rule on the CPU, four tokens at a time, by the WY form.
 
-A group reads the state before it for the keys and queries of all its tokens, solves for their u,
-and advances the state once. That takes 3.25 multiply-adds per token and number of the state, and
-token by token it would take 4. A NaN reaches no earlier token, since each token has its own sums.
-Columns of the state do not depend on each other. A task is some columns of a head, in blocks that
-stay in the L1 cache. A single token reads and writes the states in place.
+For each group of four tokens, the kernel multiplies keys and queries by the state, solves for u
+(see ``minimha.equations.delta_rule``), and updates the state once. For each token and each number
+of the state, that takes 3.25 multiply-adds; computing token by token takes 4. A NaN reaches no
+earlier token, since each token has separate sums. Columns of the state are independent. A task is a
+range of columns of one head, in blocks that stay in the L1 cache. A call with one token reads and
+writes the states in place.
 
-A group's decay is applied as S + (F - 1) S if slow, and as F S if fast. So if g is constant, the
+A group's decay F is applied as S + (F - 1) S if F is near 1, else as F S. So if g is constant, the
 rounding of exp(g) to float32 does not add up, in one call or in one call per token.
 
-Measured: (1, 16, 2048, 128) takes 43 ms of one core, and 48 with a decay per channel; the same from
-token to token, without groups, 49 and 55 (AMD EPYC, AVX-512, 2026-11-24).
+In the functions below, t is ``Arguments``, w is ``Work``, o is ``Storage``, s is a sequence in
+batch entry ``entry``, h is a head, and i is a token.
+
+Measured: (B, H, L, D) = (1, 16, 2048, 128) takes 43 ms on one core, and 48 ms with a decay per
+channel. Token by token it takes 49 and 55 ms (AMD EPYC, AVX-512, 2026-11-24).
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ read_one = register_tile(WIDE, adds=False, rows=2)
 
 
 class Arguments(NamedTuple):
-    """The kernel's arguments. Arrays have the compute dtype, unless a field says otherwise."""
+    """The arguments of ``delta_rule``, in the compute dtype unless a comment says otherwise."""
 
     q: Any  # (B, Hk, L, D), and k and v, read in place: any strides except the last
     k: Any
@@ -75,7 +79,7 @@ class Arguments(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """How 16-bit numbers are stored."""
+    """The format of 16-bit numbers, bfloat16 or float16."""
 
     is_bfloat16: bool
 
@@ -85,7 +89,7 @@ FOUR, FLOAT64, INT64 = Arguments._fields[:8], ("powers", "scalars"), ("rows", "s
 
 @intrinsic
 def unpack(typing, line):
-    """Return the ``Arguments`` that a line of integers describes: headers, shapes and strides."""
+    """Read the ``Arguments`` from a line of integers: header addresses, shapes and strides."""
     storage = line.dtype
     real = types.float64 if storage == types.float64 else types.float32
     items = dict.fromkeys(Arguments._fields, real) | dict.fromkeys("qkv", storage)
@@ -116,7 +120,7 @@ def unpack(typing, line):
 
 
 def delta_rule(line, worker):
-    """Run one thread, which computes tasks until none is left."""
+    """Run thread number ``worker``, which computes columns of states until no task is left."""
     t = unpack(line)
     H, Dv, width = t.v.shape[1], t.v.shape[3], t.sizes[1]
     pieces = -(-Dv // width)
@@ -132,15 +136,15 @@ def delta_rule(line, worker):
 
 
 class Work(NamedTuple):
-    """Parts of a thread's memory, for the tokens of one piece."""
+    """The arrays in a thread's memory, for at most ``TOKENS`` tokens of one head."""
 
     S: Any  # blocks of columns (D, width), one after the other
-    R: Any  # what the rows of X read from S
+    R: Any  # X S, for the rows of X of one group
     ones: Any
     C: Any  # β, A and B of each group
     V: Any  # values, then outputs
     W: Any  # (tokens, D): E k, decayed to the end of the group
-    X: Any  # (2 tokens, D): F k and F q, which read from the state before the group
+    X: Any  # (2 tokens, D): F k and F q, which multiply the state before the group
     e: Any  # (groups, D): the decay of each group, see ``simd.state``
     wide: Any  # numbers of 16 bits, widened
     query: Any  # (D,)
@@ -148,7 +152,10 @@ class Work(NamedTuple):
 
 @jit_inline
 def work_of(own, D, columns, tokens):
-    """Return the ``Work`` in a thread's memory, whose columns are whole blocks."""
+    """Divide a thread's memory ``own`` into the arrays of ``Work``.
+
+    ``columns`` is the number of columns of the state, and ``tokens`` that of tokens at once.
+    """
     groups, lanes = -(-tokens // GROUP), panel_width(own.itemsize) // VECTORS
     S, R = own, flat(own, columns * D)
     ones = flat(R, (2 * GROUP + ROWS) * WIDE * lanes)
@@ -163,7 +170,7 @@ def work_of(own, D, columns, tokens):
 
 @jit_inline
 def compute_columns(t, own, powers, s, h, first, stop):
-    """Compute the columns from ``first`` to ``stop`` of all tokens of one head of sequence s."""
+    """Compute columns ``first`` to ``stop`` of the outputs and state of head h of sequence s."""
     D, lanes, (entry, begin, L) = t.q.shape[3], panel_width(own.itemsize) // VECTORS, t.rows[s]
     width, o, tokens = NARROW * lanes, Storage(t.sizes[0] != 0), min(L, TOKENS)
     columns, plane = -(-(stop - first) // width) * width, -(-tokens // GROUP) * D
@@ -205,7 +212,10 @@ def compute_columns(t, own, powers, s, h, first, stop):
 
 @jit_inline
 def one_token(t, w, plane, s, h, first, stop, width):
-    """Compute one token, without a copy of the state."""
+    """Compute columns ``first`` to ``stop`` of output and state for one token.
+
+    Old and new state are read and written in place, in rows of ``width`` numbers at a time.
+    """
     S, T, D, itemsize = t.state, t.last, t.q.shape[3], w.V.itemsize
     s_row, t_row = S.strides[2] // itemsize, T.strides[2] // itemsize
     old, new = flat(S, start_of(S, s, h, 0)), flat(T, start_of(T, s, h, 0))
@@ -219,7 +229,7 @@ def one_token(t, w, plane, s, h, first, stop, width):
 
 @jit_inline
 def load_state(state, s, h, first, stop, S, D, width):
-    """Copy columns of the first state to blocks of ``width`` columns, or zeros."""
+    """Copy columns of the initial state, or zeros without one, to S in blocks of ``width``."""
     for c in range(first, stop, width):
         for d in range(D):
             for x in range(width):
@@ -229,7 +239,7 @@ def load_state(state, s, h, first, stop, S, D, width):
 
 @jit_inline
 def load_values(v, w, o, entry, h, i, m, first, stop, columns):
-    """Copy the values of m tokens from token i on, with zeros up to whole blocks and groups."""
+    """Copy the values of m tokens from token i on, padded with zeros to whole blocks of columns."""
     V = float_rows(v, entry, h, i, m, o, w.wide)
     for j in range(m):
         row, values = flat(w.V, j * columns), flat(V.line, V.start + j * V.stride + first)
@@ -241,7 +251,7 @@ def load_values(v, w, o, entry, h, i, m, first, stop, columns):
 
 @jit_inline
 def load_tokens(t, w, plane, powers, o, entry, h, i, m):
-    """Write all that the groups of m tokens from token i on need of q, k, g and beta."""
+    """Write to w the inputs of ``simd.state.advance`` for m tokens, starting at token i."""
     D, channels, head = t.q.shape[3], t.g.shape[3], h // (t.v.shape[1] // t.k.shape[1])
     real, lanes = w.V.dtype.type, panel_width(8) // VECTORS
     load_exponentials(t.g, entry, h, i, m, powers, lanes)
@@ -283,7 +293,10 @@ def load_tokens(t, w, plane, powers, o, entry, h, i, m):
 
 @jit_inline
 def load_decay(w, total, channels, at, plane, D):
-    """Write e and ``keep`` of a group whose decay is ``total``; see ``simd.state``."""
+    """Write the decay ``total`` of a group of tokens as inputs of ``simd.state.advance``.
+
+    These are ``e``, as numbers from w.e[at] on, and ``keep``, as bits from w.e[at + plane] on.
+    """
     real, keep = w.e.dtype.type, flat(bits_of(w.e), plane)
     none = keep.dtype.type(0)
     for d in range(D):
@@ -295,7 +308,7 @@ def load_decay(w, total, channels, at, plane, D):
 
 @jit_inline
 def load_exponentials(g, entry, h, i, m, powers, lanes):
-    """Write exp(g) of m tokens to ``powers``, after two vectors that ``lanes_exp`` needs."""
+    """Write exp(min(g, 700)) of m tokens to ``powers``, after two vectors for ``lanes_exp``."""
     channels = g.shape[3]
     vectors = -(-m * channels // lanes)
     for x in range((2 + vectors) * lanes):
@@ -320,7 +333,10 @@ def norm_factor(rows, r, D, epsilon):
 
 
 def sizes(problem: DeltaProblem) -> Sizes:
-    """Return (columns per task,), each thread's numbers of reals and of powers, and the threads."""
+    """Return the columns per task, the lengths of a thread's buffers, and the number of threads.
+
+    The lengths are in numbers of the compute dtype ("memory") and in float64 ("powers").
+    """
     (n, H, D, Dv), itemsize = problem.state_shape, problem.compute.itemsize
     lengths, lanes = problem.rows[:, 2], panel_width(itemsize) // VECTORS
     total, tokens = int(lengths.sum()), min(TOKENS, int(lengths.max(initial=0)))
@@ -342,7 +358,7 @@ NONE = np.empty((0, 0, 0, 0))
 
 
 class Plan:
-    """The kernel's arguments for problems of the same shapes, strides, dtypes and options."""
+    """A reusable call of the kernel for problems of equal shapes, strides, dtypes and options."""
 
     def __init__(self, problem: DeltaProblem, has_state: bool) -> None:
         (columns,), rooms, self._workers = KERNEL.sizes(problem)
@@ -363,11 +379,11 @@ class Plan:
             self._line.extend((*x.shape, *rest, *x.strides, *rest))
 
     def __call__(self, problem: DeltaProblem) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the output and the last states of ``problem``."""
+        """Return the output and the final states of ``problem``."""
         return self.run([None if x is None else _readable(x) for x in problem.arrays])
 
     def run(self, given: Sequence[NDArray[Any] | None]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the output and the last states for ``DeltaProblem.arrays`` of the planned kind."""
+        """Return output and final states for ``DeltaProblem.arrays`` of the planned shapes."""
         arrays, line = self._arrays(given), self._line[:]
         line[: len(arrays)] = array("q", map(id, arrays))
         if self._is_long and threading.current_thread() is threading.main_thread():
@@ -383,14 +399,14 @@ class Plan:
         return O.view(self._problem.dtype), last
 
     def fits(self, problem: DeltaProblem, given: Sequence[NDArray[Any] | None]) -> bool:
-        """Return whether ``run`` accepts arrays like ``given``, from which ``problem`` was made."""
+        """Return whether ``run`` can read arrays like ``given`` without a conversion."""
         return all(
             x is None or y is None or (x.dtype == y.dtype and _readable(y) is y)
             for x, y in zip(given, problem.arrays, strict=True)
         )
 
     def _arrays(self, given: Sequence[NDArray[Any] | None]) -> list[NDArray[Any]]:
-        """Return the fields of ``Arguments``."""
+        """Return the arrays of ``Arguments``, with new arrays for the results and buffers."""
         q, k, v, g, beta, state = (NONE if x is None else x for x in given)
         problem, compute, size = self._problem, self._problem.compute, self._storage.itemsize
         new = np.empty if self._is_whole else np.zeros  # rows beyond a sequence's length are 0
@@ -430,5 +446,5 @@ def is_ready(problem: DeltaProblem) -> bool:
 
 
 def is_stored(problem: DeltaProblem) -> bool:
-    """Return whether the kernel for ``problem`` is on disk."""
+    """Return whether the machine code of the kernel for ``problem`` is on disk."""
     return KERNEL.file(_storage(problem)).read() is not None

@@ -1,4 +1,4 @@
-"""Name the files of the CPU kernels' machine code by the facts that it depends on."""
+"""Name the files of the CPU kernels' machine code by a digest of all that it depends on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = (
 
 
 class File(disk.File):
-    """A file with the machine code of a function for one signature, pickled by numba."""
+    """A file that stores a function's machine code for one signature, pickled by numba."""
 
     def __init__(self, name: str, signature: str) -> None:
         super().__init__(name, f"{digest_of_all()} {name} {signature}")
@@ -32,7 +32,7 @@ class File(disk.File):
 
 @cache
 def digest_of_all() -> str:
-    """Return a digest of all sources, versions and settings on which compiled functions depend."""
+    """Return a digest of all sources, versions and settings that determine machine code."""
     facts = [
         sys.implementation.cache_tag, sys.platform, numba.__version__, llvmlite.__version__,
         np.__version__, cpu_target.target_context.codegen().magic_tuple(),

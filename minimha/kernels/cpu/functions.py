@@ -6,11 +6,11 @@ code is a loop over a tile with the caller's function inside, which LLVM inlines
     tile(S, failed, line, b, h, i, j, lines, length, stride, is_transposed)
 
 A function is passed as a ``line`` of memory: the address of its loop, then the numbers and arrays
-that it captures. These are arguments, so that one compilation serves all values. If numba
-compiles a function only with captured values as constants, each value is compiled.
+that it captures. These are arguments, so that one compilation serves all values. A function that
+numba compiles only with captured values as constants is compiled again for each value.
 
 A tile has ``lines`` rows of ``length`` items. Item x of row y, ``S[y * stride + x]``, belongs to
-query i + y and key j + x; if the tile ``is_transposed``, to query i + x and key j + y. For
+query i + y and key j + x. With ``is_transposed``, it belongs to query i + x and key j + y. For
 ``mask_mod`` the items are bytes, 1 where the key is visible. Indices of captured arrays are
 checked. Machine code cannot pass on an exception: the loop ends and sets ``failed[0]`` to 1, and
 ``raise_again`` raises the exception.
@@ -73,7 +73,7 @@ _kept: dict[Hashable, Any] = {}
 
 
 class Function(NamedTuple):
-    """A caller's ``score_mod`` or ``mask_mod`` with captured values, for scores of one dtype."""
+    """A caller's ``score_mod`` or ``mask_mod``, its captured values, and the scores' dtype."""
 
     name: str
     given: Any
@@ -82,7 +82,7 @@ class Function(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """Return the key of the machine code; one code of a ``mask_mod`` serves every dtype."""
+        """The key of the machine code; that of a ``mask_mod`` does not depend on the dtype."""
         return self.name, self.reading.key, self.compute.name if self.name == "score_mod" else None
 
 
@@ -104,7 +104,7 @@ def given(problem: Problem) -> list[Function]:
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why ``score_mod`` or ``mask_mod`` cannot be compiled; None if they can."""
+    """Return why numba cannot compile ``score_mod`` or ``mask_mod``, or None if it can."""
     try:
         for function in given(problem):
             _compiled(function)
@@ -116,7 +116,7 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def is_ready(problem: Problem) -> bool:
-    """Return whether ``score_mod`` and ``mask_mod`` of ``problem``, if any, are compiled."""
+    """Return whether all functions of ``problem``, ``score_mod`` and ``mask_mod``, are compiled."""
     return all(function.key in _kept for function in given(problem))
 
 
@@ -132,11 +132,14 @@ class Tile:
         self.num_values, self.returned = num_values, returned
 
     def takes(self, values: tuple[Any, ...]) -> bool:
-        """Return whether ``values`` are passed as arguments, rather than compiled as constants."""
+        """Return whether the machine code takes captured ``values`` as arguments, not constants."""
         return self.num_values == len(values)
 
     def line(self, values: tuple[Any, ...]) -> array[int]:
-        """Pack the code's address and ``values``, which must stay alive, into integers."""
+        """Pack the code's address and the captured ``values`` into integers.
+
+        Arrays are packed as addresses and sizes, so they must stay alive.
+        """
         line = array("q", [self._address])
         for value in values if self.num_values else ():
             if isinstance(value, np.ndarray):
@@ -159,7 +162,10 @@ def tile_function(function: Function) -> Tile:
 
 
 def raise_again(problem: Problem) -> NoReturn:
-    """Call ``score_mod`` and ``mask_mod`` in Python, to raise what they raised in a kernel."""
+    """Call ``score_mod`` and ``mask_mod`` in Python, to raise the exception that ended a kernel.
+
+    Raises RuntimeError if they raise no exception in Python.
+    """
     is_whole = problem.sequences is None
     for part in [problem] if is_whole else [part for _, part in problem.each_sequence()]:
         _call_everywhere(part)
@@ -187,7 +193,10 @@ def _call_everywhere(problem: Problem) -> None:
 def call_tile(
     typing, function, X, offset, failed, b, h, i, j, lines, length, stride, is_transposed
 ):  # fmt: skip
-    """Call the ``Tile`` whose line is ``function``, for the items of ``X`` from ``offset`` on."""
+    """Call the ``Tile`` whose line is at address ``function``, for X from ``offset`` on.
+
+    X and the other arguments are those of ``tile`` in the module's docstring, where X is S.
+    """
 
     def generate(context, builder, signature, arguments):
         line, X, offset, failed, *numbers = arguments
@@ -211,7 +220,10 @@ def call_tile(
 
 @jit
 def call_function(function, X, offset, o, b, h, i, j, lines, length, stride, is_transposed):
-    """Call ``score_mod`` or ``mask_mod`` for the tile of sequence b from query i and key j on."""
+    """Call ``score_mod`` or ``mask_mod`` for a tile from query i and key j on.
+
+    b is a sequence and h a query head. ``function`` and the rest are as in ``call_tile``.
+    """
     s, h, i, j = o.ids[b], h + o.first_head, i + o.q_offset[b] + o.first_key, j + o.first_key
     call_tile(function, X, offset, o.failed, s, h, i, j, lines, length, stride, is_transposed)
 
@@ -237,7 +249,7 @@ def _compiled(function: Function) -> Tile:
 
 
 def _found_or_kept(key: Hashable, function: Function, values: tuple[Any, ...]) -> Any:
-    """Return the result stored under ``key``, or compile with ``values`` as arguments and store it.
+    """Return the result stored under ``key``, or compile ``function`` and store the result.
 
     Returns ``CONSTANTS`` if numba compiles the function only with constants, as some tuples need.
     """
@@ -267,7 +279,7 @@ def _tile(
     name: str, compute: np.dtype[Any], kinds: dict[tuple[str, ...], Any],
     function: FunctionType, arguments: tuple[Any, ...],
 ) -> tuple[Tile, Any]:  # fmt: skip
-    """Compile the loop over a tile around ``function``; return both that and its return type."""
+    """Compile a loop over a tile around ``function``; return the loop and its return type."""
     types_of = [_type_of(kind) for kind in kinds.values()]
     context = cpu_target.target_context
     # Deleting an engine frees its machine code, so each function has a separate engine.

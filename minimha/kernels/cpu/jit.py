@@ -1,10 +1,10 @@
-"""Compile the functions of CPU kernels together with their callers, and only once.
+"""Compile a CPU kernel and all functions that it calls as one unit, optimized once.
 
 numba compiles each function into a separate library. It optimizes the library, generates machine
 code, and links the library into every caller's library, to be optimized again. But only whole
 kernels are called. So a kernel's functions are *parts*, kept as unoptimized LLVM code. The kernel,
-a *whole*, links all parts and is optimized once. That takes two thirds of the time, and the kernel
-is equally fast.
+a *whole*, links all parts and is optimized once. That takes two thirds of numba's time, and the
+kernel is equally fast.
 
 The libraries are subclasses of numba's with steps left out; see ``numba.core.codegen``.
 """
@@ -70,7 +70,7 @@ class _PartLibrary(_WholeLibrary):
 
 
 class WholeCompiler(Compiler):
-    """A numba compiler for functions that are called by their addresses."""
+    """A numba compiler for whole kernels, which are called by their addresses."""
 
     library = _WholeLibrary
 
@@ -94,7 +94,7 @@ class _PartCompiler(WholeCompiler):
 
 
 class Part(CPUDispatcher):
-    """A function that is compiled into its callers; Python can call it as a separate kernel."""
+    """A jitted function that is compiled into its callers; Python can call it too."""
 
     def __init__(self, function: Callable[..., Any], is_inlined: bool = False) -> None:
         options = PART | {"forceinline": is_inlined}
@@ -108,7 +108,7 @@ class Part(CPUDispatcher):
         self.overloads[tuple(result.signature.args)] = result
 
     def get_call_template(self, arguments: Any, keywords: Any) -> Any:
-        """Return numba's description of a call, with one version for all integer constants."""
+        """Return numba's template of a call, with constants replaced by their types."""
         keywords = {name: types.unliteral(kind) for name, kind in keywords.items()}
         return super().get_call_template([types.unliteral(kind) for kind in arguments], keywords)
 
@@ -135,7 +135,7 @@ def jit_inline(function: Callable[..., Any]) -> Part:
 
 
 def jit_too(function: Any) -> Any:
-    """Make ``function`` callable in kernels, and return it unchanged for calls in plain Python."""
+    """Make ``function`` callable in kernels as well as in Python, and return it."""
     function.part = Part(function)  # its type does not keep it alive
     function._numba_type_ = function.part._numba_type_
     return function

@@ -1,10 +1,10 @@
 """Add nonfinite values to the outputs of queries that see them, and to no others.
 
 A hidden key has the weight 0, but 0 · NaN and 0 · inf are NaN. So if a tile hides some key from
-some query, the kernels first look for nonfinite values (``has_nonfinite``). If there is one, rungs
-3, 4 and 6 replace that key's values by zeros for the product (``zero_nonfinite``). Then they add
-the values to the queries that see the key (``add_nonfinite``). Rung 5 sums over the keys that each
-query sees (``add_visible_values``).
+some query, rungs 3 to 5 first look for nonfinite values (``has_nonfinite``). Rung 6 looks for them
+in every block. For the product, rungs 3, 4 and 6 set all values of a key that has one to 0
+(``zero_nonfinite``). Then they add the original values to the queries that see the key
+(``add_nonfinite``). Rung 5 sums over the keys that each query sees (``add_visible_values``).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def has_nonfinite(V_j, n, Dv):
 
 @jit_inline
 def is_nonfinite(number):
-    """Return whether ``number`` is NaN or infinite, by a test that compilers do not fold."""
+    """Return whether ``number`` is NaN or infinite, by a test that no compiler removes."""
     return not abs(number) < math.inf
 
 
 @jit_inline
 def is_nonfinite_key(V_j, j, Dv):
-    """Return whether any value of key j is nonfinite."""
+    """Return whether row j of ``V_j``, the value of one key, has a NaN or infinity."""
     found = False
     for d in range(Dv):
         found |= is_nonfinite(V_j.line[V_j.start + j * V_j.stride + d])
@@ -52,14 +52,17 @@ def is_nonfinite_key(V_j, j, Dv):
 
 @jit_inline
 def note_nonfinite(row, n, counters):
-    """Set ``counters[NONFINITE]`` if ``row`` of O is nonfinite: its sum may have overflowed."""
+    """Set ``counters[NONFINITE]`` to 1 if a number of the output ``row`` is NaN or infinite."""
     if is_nonfinite_key(row, 0, n):
         counters[NONFINITE] = 1
 
 
 @jit
 def zero_nonfinite(V_j, n, Dv, copy):
-    """Copy n rows of values to ``copy``, with zeros for each key that has a nonfinite value."""
+    """Copy n rows of ``V_j`` to ``copy``, with zeros for each row that has a NaN or infinity.
+
+    Returns the copy as ``Rows``.
+    """
     for j in range(n):
         is_zeroed = is_nonfinite_key(V_j, j, Dv)
         for d in range(Dv):
@@ -69,7 +72,10 @@ def zero_nonfinite(V_j, n, Dv, copy):
 
 @jit
 def add_nonfinite(O, P, visible, V_j, n, Dv, rows, lanes):
-    """Add the values that ``zero_nonfinite`` omitted to O, for the queries that see their keys."""
+    """Add the rows of ``V_j`` that have NaN or infinity, weighted by P, where they are visible.
+
+    P and ``visible`` have n rows of ``lanes``, and O, which is added to, has Dv rows of ``lanes``.
+    """
     for j in range(n):
         if is_nonfinite_key(V_j, j, Dv):
             for r in range(rows):
@@ -82,7 +88,7 @@ def add_nonfinite(O, P, visible, V_j, n, Dv, rows, lanes):
 
 @jit_inline
 def add_visible_values(P, visible, V, O, first, n):
-    """Add P[:, first:first + n] V to O, leaving out the keys that a row's query does not see."""
+    """Add P[:, first:first + n] V to O, omitting the keys that a row's query does not see."""
     for r in range(O.shape[0]):
         for j in range(n):
             if visible[r, first + j]:

@@ -1,7 +1,7 @@
-"""Run helper threads that join a job only if they get a core; a job never waits for the others.
+"""Run jobs with helper threads, but never wait for a helper that gets no core.
 
-A barrier, as at the end of OpenMP's loops, waits for every thread, even for one that never ran
-because another process used its core. Here the caller computes too. It opens the job, takes tasks
+A barrier, as at the end of OpenMP's loops, waits for every thread, even if another process uses
+that thread's core. Here the caller computes too. It opens the job, takes tasks
 until none is left, closes the job, and waits only for helpers that have entered. A helper that
 arrives later cannot enter. So a job's time depends only on the cores that are free.
 
@@ -71,7 +71,7 @@ add, exchange = _atomic("add"), _atomic("xchg")
 
 @intrinsic
 def load(typing, address):
-    """Read the word at an address atomically."""
+    """Return the 64-bit word at ``address``, read atomically."""
 
     def generate(context, builder, signature, arguments):
         word = builder.inttoptr(arguments[0], INT.as_pointer())
@@ -95,7 +95,7 @@ def pause(typing):
 
 @intrinsic
 def call(typing, function, arguments, worker):
-    """Call the kernel at the address ``function``; ``arguments`` is the address of its line."""
+    """Call the kernel at address ``function`` with the packed arguments at ``arguments``."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [INT, INT])
@@ -112,7 +112,7 @@ if HAS_FUTEX:
 
     @jit_inline
     def sleep(address, value):
-        """Sleep until another thread calls ``wake``, if the word still equals ``value``."""
+        """Sleep until another thread calls ``wake``, if the word at ``address`` is ``value``."""
         _syscall(FUTEX, address, FUTEX_WAIT, value & 0xFFFFFFFF, 0, 0, 0)
 
     @jit_inline
@@ -136,22 +136,22 @@ else:
 
     @jit_inline
     def sleep(address, value):
-        """Do nothing: without a futex the caller spins, and helpers return to Python to sleep."""
+        """Do nothing, since without a futex callers spin and helpers sleep in Python."""
 
     @jit_inline
     def wake(address, number):
-        """Do nothing: without a futex Python wakes the helpers before the job opens."""
+        """Do nothing, since without a futex Python wakes the helpers before a job opens."""
 
     @jit_inline
     def leave_core_to_caller(words):
-        """Do nothing: only Linux reports on which core a thread runs."""
+        """Do nothing, since only Linux reports the core on which a thread runs."""
 
 
 def run_job(words, kernel, arguments, workers, spins):
     """Run a kernel with up to ``workers`` threads, including the caller's.
 
-    ``words`` is the address of the memory that caller and helpers share. A thread waits for
-    ``spins`` turns before it sleeps.
+    ``words`` is the address of the memory that caller and helpers share. A waiting thread pauses
+    ``spins`` times before it sleeps.
     """
     is_open = workers > 1 and exchange(words + BUSY, 1) == 0  # unless another job uses the helpers
     if is_open:
@@ -183,7 +183,7 @@ def run_job(words, kernel, arguments, workers, spins):
 
 
 def help_out(words, seen, spins):
-    """Loop in a helper: wait for jobs after number ``seen``, and join each that is still open.
+    """Wait in a helper thread for jobs after number ``seen``, and join each job that is open.
 
     Without a futex the function returns the number of jobs so far, and the helper sleeps in Python.
     """
@@ -211,13 +211,13 @@ def help_out(words, seen, spins):
 
 
 def spin(number):
-    """Pause ``number`` times."""
+    """Execute ``number`` pause instructions, to measure how long they take."""
     for _ in range(number):
         pause()
 
 
 class Pool:
-    """The helper threads of this process."""
+    """The helper threads of this process, and the memory that they share with callers."""
 
     def __init__(self) -> None:
         buffer = np.zeros((IDS + 8 * (MOST + 1) + CACHE_LINE) // 8, np.int64)
@@ -236,7 +236,7 @@ class Pool:
             self._write(CPU, -1)
 
     def run(self, kernel: int, arguments: int, workers: int) -> None:
-        """Run the kernel at the address ``kernel`` with up to ``workers`` threads."""
+        """Run the kernel at address ``kernel`` in up to ``workers`` threads, including this one."""
         if workers > len(self._helpers) + 1:
             self._start(workers - 1)
         if not HAS_FUTEX:
@@ -276,7 +276,7 @@ def _compiled(function: Callable[..., Any], signature: Any) -> Compiled:
 
 
 def _spins(spin: Compiled) -> int:
-    """Return how many pauses take ``SPIN`` seconds, by the shortest of several measurements."""
+    """Return how many pauses take ``SPIN`` seconds, by the shortest of 10 measurements."""
     tries, pauses = [], 200
     for _ in range(10):
         start = time.perf_counter()
@@ -290,7 +290,7 @@ _making = os_threads.RLock()
 
 
 def pool() -> Pool:
-    """Return this process's pool. It starts threads when a job first needs them."""
+    """Return the pool of this process, which starts threads when a job first needs them."""
     global _pool
     if _pool is None:
         with _making:

@@ -1,4 +1,4 @@
-"""CPU rung 2, tiles: B_r queries against B_c keys at a time, as Algorithm 1 is printed.
+"""CPU rung 2, tiles: compute B_r queries against B_c keys at a time, as FlashAttention-2 does.
 
 A block of keys is read once for B_r queries, not once per query. A row is rescaled once per block,
 not once per key. The products are plain loops over small arrays, which stay in the cache. The loop
@@ -29,7 +29,7 @@ unpack = unpacker(**BUFFERS)
 
 
 def sizes(problem: Problem, *, B_r: int = B_R, B_c: int = B_C) -> Sizes:
-    """Return the sizes for ``problem``: blocks of ``B_r`` queries and ``B_c`` keys, one thread."""
+    """Return buffer lengths for ``problem``, with blocks of ``B_r`` queries and ``B_c`` keys."""
     lengths = dict.fromkeys(("S", "biases", "visible"), B_r * B_c)
     lengths |= {"m": B_r, "l": B_r, "O_i": B_r * problem.v.shape[3]}
     return Sizes((B_r, B_c), lengths)
@@ -50,7 +50,7 @@ plan, forward = KERNEL.plan, KERNEL.forward
 
 @jit
 def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
-    """Write O and L of the queries i0 to i0 + rows (Algorithm 1, lines 4 to 15)."""
+    """Write O and L for queries i0 to i0 + rows (FlashAttention-2, Algorithm 1, lines 4 to 15)."""
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv, Lk = q.shape[3], v.shape[3], o.kv_lengths[b]
     entry, first, _ = queries_of(o, b)

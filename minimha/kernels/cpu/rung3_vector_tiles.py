@@ -1,4 +1,4 @@
-"""CPU rung 3, vector tiles: the tiles of rung 2, transposed, with inner loops written as vectors.
+"""CPU rung 3, vector tiles: compute transposed tiles, with inner loops written as vectors.
 
 A panel of queries spans the lanes of up to three vectors. S = K_j Q_iᵀ has one key per row and one
 query per lane, so that no step of the softmax goes across lanes: a query's maximum, exponentials
@@ -32,13 +32,13 @@ unpack = unpacker(**PANEL_BUFFERS)
 
 
 def sizes(problem: Problem, *, B_c: int = B_C) -> Sizes:
-    """Return the sizes for ``problem``: blocks of ``B_c`` keys, one thread."""
+    """Return buffer lengths for ``problem``, with blocks of ``B_c`` keys and one thread."""
     D, Dv = problem.q.shape[3], problem.v.shape[3]
     return Sizes((B_c,), buffer_lengths(problem.compute.itemsize, D, Dv, B_c, 1))
 
 
 def vector_tiles(line, worker):
-    """Compute Algorithm 1 with a panel as each block of queries."""
+    """Run FlashAttention-2's Algorithm 1 in one thread, with panels as blocks of queries."""
     q, k, v, mask, bias, o, O, L, memory, (B_c, _) = unpack(line, worker)
     H, Hkv, D, Dv = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
     for b in range(len(o.queries)):

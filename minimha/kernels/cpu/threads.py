@@ -1,4 +1,4 @@
-"""Set the number of threads that a kernel may use, by ``set_num_threads``.
+"""Set and return the number of threads that CPU kernels may use.
 
 The default is NUMBA_NUM_THREADS, else OMP_NUM_THREADS, as in other libraries. The number never
 exceeds the CPUs that the process's affinity mask and its container's quota allow.
@@ -57,7 +57,7 @@ def _from_environment() -> int:
 
 
 def usable_cpus() -> int:
-    """Return the number of CPUs that the affinity mask and the container's quota allow."""
+    """Return the number of CPUs that the affinity mask and the container's quota allow to use."""
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min([cpus, *_quotas()]))

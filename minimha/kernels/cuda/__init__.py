@@ -1,1 +1,1 @@
-"""CUDA kernels: numba-cuda and PTX, from plain loops to the tensor cores."""
+"""Compute attention on NVIDIA GPUs: kernels from plain loops to tensor cores, in Python and PTX."""

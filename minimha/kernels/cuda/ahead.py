@@ -1,4 +1,4 @@
-"""Compile the kernels of common calls ahead of time, for the current GPU."""
+"""Compile the kernels of common calls for the current GPU, before the first call needs them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -19,9 +19,11 @@ CompilationFailed = cubins.NO_TOOLKIT
 def compile_ahead(
     dtypes: Sequence[str], progress: Callable[[str], None] = lambda doing: None
 ) -> dict[str, Path | None]:
-    """Compile the kernels for ``dtypes``, one after the other, and return their files by name.
+    """Compile and store the kernels for arrays of ``dtypes``, and return their paths by name.
 
-    Raises ``CompilationFailed`` if a library of the toolkit is missing, or the driver fails.
+    ``progress`` is called with the name of each kernel before it is compiled. A path is None if no
+    folder could store the kernel. Raises one of the errors ``CompilationFailed`` if a library of
+    the toolkit is missing or the driver fails.
     """
     device, kept = gpu.current(), {}
     for name, launch in _kernels(dtypes, device):

@@ -27,7 +27,10 @@ def reason_without_cuda() -> str | None:
 
 @cache
 def reason_without_gpu() -> str | None:
-    """Return why the driver finds no GPU, or None; cached, because the driver starts slowly."""
+    """Return why the driver finds no GPU, or None if it finds one.
+
+    The result is cached, because the driver starts slowly.
+    """
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL(LIBRARY)

@@ -1,7 +1,7 @@
 """Copy and convert arrays on the GPU that a kernel cannot use in place.
 
-Each thread copies one number, from any strides to any strides, and between floating dtypes. A copy
-that is wider than the original is padded with 0.
+Each thread copies one number, from any strides to any strides, and between floating dtypes. If the
+target has longer rows than the source, they are padded with 0.
 """
 
 import math
@@ -25,10 +25,10 @@ HIGHEST = float(np.finfo(np.float32).max)
 
 
 def copying(source: DeviceArray, target: DeviceArray) -> tuple[Launch, tuple[Any, ...]]:
-    """Return the launch that copies ``source`` to ``target``, and its arguments.
+    """Return the launch that copies ``source`` to ``target`` on the GPU, and its arguments.
 
-    Both arrays are 4-D, of equal shape except for the last axis. A finite float64 outside of
-    float32's range becomes the largest float32, as in ``Problem.of``.
+    Both arrays are 4-D, and only their last axes may differ in length. A finite float64 outside of
+    float32's range becomes the largest float32 of its sign, as a bias does in ``Problem.of``.
     """
     names = source.dtype.name, target.dtype.name
     signature = tuple(types.Array(STORED[name], 4, "A") for name in names)
@@ -39,7 +39,7 @@ def copying(source: DeviceArray, target: DeviceArray) -> tuple[Launch, tuple[Any
 
 @cache
 def kernel(source: str, target: str) -> Callable[..., None]:
-    """Return the kernel that converts the dtype ``source`` to ``target``."""
+    """Return the kernel that copies numbers of dtype ``source`` to an array of dtype ``target``."""
     read, write = READ[source], WRITE[target]
 
     def copies(x, y):
@@ -66,7 +66,7 @@ def from_bfloat16(x):
 
 @device
 def to_bfloat16(x):
-    """Return the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
+    """Return the bits of x rounded to bfloat16, ties to even; NaN stays NaN."""
     bits = uint32(libdevice.float_as_int(float32(x)))
     if x != x:
         return uint16(0x7FC0)

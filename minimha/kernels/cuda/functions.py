@@ -1,7 +1,8 @@
-"""Compile a caller's ``score_mod`` and ``mask_mod`` as device functions, parts of a kernel.
+"""Compile a caller's ``score_mod`` and ``mask_mod`` to device functions, which kernels call.
 
-Rungs 1 to 3 take such functions. Each function needs a separate kernel, and a rung keeps ``KEPT``
-kernels. Unlike on the CPU, indices of captured arrays are not checked, and no tile is skipped.
+Only rungs 1 to 3 support such functions. Each function needs a separately compiled kernel, and a
+rung caches ``KEPT`` kernels. Unlike on the CPU, indices into captured arrays are not checked, and
+tiles that a function hides entirely are not skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ TO_BE_LINKED = "it calls a function of NumPy or Python that only a driver could 
 
 
 class DeviceFunction:
-    """A caller's function, compiled on first use; equal code and captured values make it equal."""
+    """A caller's function, compiled on first use.
+
+    ``contents`` describes the function's code and captured values. Two objects are equal if their
+    contents are equal.
+    """
 
     def __init__(self, function: Any, contents: Any) -> None:
         self.function = for_numpy(plain(function))
@@ -48,24 +53,27 @@ class DeviceFunction:
 
     @cached_property
     def compiled(self) -> Any:
-        """Return the device function that a kernel calls."""
+        """Return the function compiled to a device function, which kernels can call."""
         return device(with_device_functions(self.function))
 
 
 def device_functions(problem: Problem) -> tuple[DeviceFunction | None, DeviceFunction | None]:
-    """Return ``score_mod`` and ``mask_mod`` of ``problem``, each None if not given."""
+    """Return ``score_mod`` and ``mask_mod`` of ``problem``; each is None if not given."""
     found = {name: function for name, function, _ in _given(problem)}
     return found.get("score_mod"), found.get("mask_mod")
 
 
 @device
 def indices(o, b, h, i, j):
-    """Return b, h, i and j for a caller's function, as indices of the whole problem."""
+    """Convert indices in a part of a problem to indices in the whole, by the ``Corner`` in o.
+
+    b, h, i and j are the indices of batch entry, query head, query position and key.
+    """
     return b + o.first_b, h + o.first_head, i + o.first_key, j + o.first_key
 
 
 def modifying(score_mod: DeviceFunction | None) -> Any:
-    """Return a device function that calls ``score_mod``, or None without ``score_mod``."""
+    """Return a device function that calls ``score_mod``, or None if ``score_mod`` is None."""
     if score_mod is None:
         return None
     function = score_mod.compiled
@@ -79,7 +87,7 @@ def modifying(score_mod: DeviceFunction | None) -> Any:
 
 
 def masking(mask_mod: DeviceFunction | None) -> Any:
-    """Return a device function that calls ``mask_mod``, or None without ``mask_mod``."""
+    """Return a device function that calls ``mask_mod``, or None if ``mask_mod`` is None."""
     if mask_mod is None:
         return None
     function = mask_mod.compiled
@@ -93,10 +101,10 @@ def masking(mask_mod: DeviceFunction | None) -> Any:
 
 
 def call_functions(score_mod: DeviceFunction | None, mask_mod: DeviceFunction | None) -> Any:
-    """Return a device function that computes the score after both functions, -inf if hidden.
+    """Return a device function that applies both functions to a score; hidden scores become -inf.
 
-    A caller's functions are not called for a hidden pair, for which captured arrays may lack an
-    item.
+    Either function may be None. Neither function is called if the key is already hidden, because
+    arrays that the function captures may have no item for that key.
     """
     modified, is_pair_visible = modifying(score_mod), masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None
@@ -113,13 +121,13 @@ def call_functions(score_mod: DeviceFunction | None, mask_mod: DeviceFunction | 
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why ``score_mod`` or ``mask_mod`` cannot be compiled for a GPU, or None."""
+    """Return why a GPU cannot run the functions of ``problem``, or None if it can."""
     found = (in_another_thread(partial(_returned, *given)) for given in _given(problem))
     return next((reason for reason in found if isinstance(reason, str)), None)
 
 
 def check(problem: Problem) -> None:
-    """Compile ``score_mod`` and ``mask_mod`` of ``problem``, and check what they return.
+    """Check that ``score_mod`` and ``mask_mod`` compile for a GPU and return the right types.
 
     Raises ``Refused`` if a function cannot be compiled for a GPU, and TypeError if a ``score_mod``
     returns no real number or a ``mask_mod`` no bool.
@@ -132,7 +140,7 @@ def check(problem: Problem) -> None:
 
 
 def refused(problem: Problem) -> str | None:
-    """Return why a kernel without ``score_mod`` and ``mask_mod`` refuses ``problem``, or None."""
+    """Return why a kernel that calls no functions cannot compute ``problem``, or None if it can."""
     if not problem.contents:
         return None
     names = " and ".join(map(name_of, problem.contents))
@@ -140,9 +148,11 @@ def refused(problem: Problem) -> str | None:
 
 
 def with_device_functions(function: FunctionType) -> FunctionType:
-    """Return ``function`` with its calls of CPU functions replaced by calls of device functions.
+    """Return a copy of ``function`` that calls device functions in place of ``numba.njit`` ones.
 
-    Otherwise numba would generate calls that only a GPU's driver could link.
+    Otherwise the kernel would call functions outside of it. Only a GPU's driver could link such
+    calls, so the kernel could not be compiled without a GPU. Raises UnsupportedError if
+    ``function`` has a statement that raises, and TypeError if it uses torch.
     """
     _refuse_exceptions(function)
 
@@ -188,7 +198,7 @@ def _returned(name: str, function: DeviceFunction, compute: np.dtype[Any]) -> An
 
 
 def _for_gpu(function: FunctionType, arguments: tuple[Any, ...]) -> tuple[str, Any]:
-    """Return PTX of a call of ``function``, and its return type, for ``compiled_function``."""
+    """Compile a call of ``function`` to PTX; return it and the function's return type."""
     inlined = device(with_device_functions(function))
 
     def of_pair(b, h, i, j):

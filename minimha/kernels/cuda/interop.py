@@ -26,7 +26,7 @@ TORCH = ("float16", "float32", "float64", "bool", "int32", "int64")  # dtypes na
 
 
 def stream_of(value: Any, device: int) -> int:
-    """Return the current stream of the library of ``value``, or 0, the default stream."""
+    """Return the current stream of torch or CuPy, or 0, the default stream, for other arrays."""
     library = library_of(value)
     if library == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
@@ -53,7 +53,11 @@ def as_device_array(name: str, value: Any) -> DeviceArray:
 
 
 def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> Any:
-    """Allocate an array of the library, on the device and by default in the dtype of ``value``."""
+    """Allocate an array of ``shape`` in the library and on the GPU of ``value``.
+
+    The dtype is by default that of ``value``. Raises TypeError unless the library is torch, CuPy,
+    JAX or numba.
+    """
     library = library_of(value)
     module = sys.modules.get(library)
     if library == "torch":
@@ -75,7 +79,7 @@ def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = Non
 
 
 def must_synchronize(value: Any) -> bool:
-    """Return True if the library of ``value`` exposes no stream: the host must then wait."""
+    """Return whether the host must wait for the result: JAX, unlike others, exposes no stream."""
     return library_of(value) == "jax"
 
 

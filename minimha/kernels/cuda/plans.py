@@ -1,9 +1,11 @@
-"""Prepare launches, as a ``Plan``, for calls with equal shapes, strides, dtypes and options.
+"""Prepare a call's launches once, for reuse by later calls with equal shapes and options.
 
-To create a plan, a call allocates and launches in a ``Draft`` instead of on the device. Each
-address of a draft records which array it belongs to: an array of the call, or the workspace. The
-kernels' parameters are packed once; each later call replaces the draft's addresses with real ones
-and launches. The small options stay on the device.
+Calls with the same ``Plan`` also have equal strides and dtypes. To create a plan, a call allocates
+and launches in a ``Draft`` instead of on the device. In a draft, an address in an array of the
+call or in the workspace is a placeholder (``Address``). It records the array's name, or
+"workspace", and the offset in bytes. The kernels' parameters are packed once. Each call writes its
+real addresses into them and launches. Small options, such as sinks, are copied to the device once
+and stay there.
 """
 
 from __future__ import annotations
@@ -27,21 +29,24 @@ _in_graphs: set[Plan] = set()
 
 
 class Address(int):
-    """An address of a draft: ``start`` bytes after the beginning of the array ``origin``."""
+    """A placeholder for an address: ``start`` bytes after the beginning of the array ``origin``.
+
+    ``origin`` is the name of an array of the call, such as "q", or ``WORKSPACE``.
+    """
 
     origin: str
     start: int
 
     @classmethod
     def of(cls, origin: str, start: int, value: int) -> Address:
-        """Return an address equal to ``value``, which each call replaces by a real address."""
+        """Return a placeholder that is equal to the integer ``value``."""
         address = cls(value)
         address.origin, address.start = origin, start
         return address
 
 
 class Draft:
-    """A recorder of the memory, constants and launches of a call."""
+    """A recording of the memory, the constants and the launches of a call."""
 
     def __init__(self, device: gpu.Device) -> None:
         self.device = device
@@ -50,26 +55,26 @@ class Draft:
         self.launches: list[tuple[Launch, list[Any]]] = []
 
     def brought(self, name: str, array: DeviceArray) -> DeviceArray:
-        """Return ``array`` with an address that each call replaces by its array called ``name``."""
+        """Return ``array`` with a placeholder for the address of the call's array ``name``."""
         return array._replace(address=Address.of(name, 0, array.address))
 
     def scratch(self, shape: tuple[int, ...]) -> int:
-        """Return the address of uninitialized float32 memory in the workspace."""
+        """Reserve float32 memory in the workspace; return a placeholder for its address."""
         return self.scratch_array(shape, np.dtype(np.float32)).address
 
     def scratch_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
-        """Return an uninitialized contiguous array in the workspace, at address 0 if empty."""
+        """Reserve a contiguous array in the workspace; an empty array has address 0."""
         size = prod(shape) * dtype.itemsize
         address = Address.of(WORKSPACE, self.size, self.size) if size else 0
         self.size += -(-size // gpu.ALIGNMENT) * gpu.ALIGNMENT
         return DeviceArray(address, shape, contiguous(shape), dtype)
 
     def put(self, array: NDArray[Any]) -> int:
-        """Copy ``array`` to a buffer that stays on the device, and return its address."""
+        """Copy ``array`` to a buffer that stays on the device and return its address."""
         return self.put_together([array])[0]
 
     def put_together(self, arrays: list[NDArray[Any]]) -> list[int]:
-        """Copy small arrays into one buffer that stays on the device; return their addresses."""
+        """Copy small arrays into one buffer that stays on the device and return their addresses."""
         starts: list[int] = []
         whole = bytearray()
         for array in arrays:
@@ -83,18 +88,18 @@ class Draft:
         return [constant.address + start for start in starts]
 
     def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Raise NotImplementedError, because a draft computes nothing that could be read."""
+        """Raise NotImplementedError, because a draft computes nothing."""
         raise NotImplementedError
 
     def launch(self, launch: Launch, arguments: tuple[Any, ...]) -> None:
-        """Add a launch unless its grid is empty; raise if no GPU can start the grid."""
+        """Record a launch unless its grid is empty; raise ValueError if the grid is too large."""
         if prod(launch.grid):
             gpu.check_grid(launch)
             self.launches.append((launch, list(_flat(arguments))))
 
 
 class Step(NamedTuple):
-    """A launch with its loaded function and the slot of its first parameter."""
+    """A launch, its loaded function, and the slot of its first parameter."""
 
     launch: Launch
     function: Any
@@ -102,7 +107,7 @@ class Step(NamedTuple):
 
 
 class Parameters:
-    """The parameters of a plan's launches, in slots of eight bytes, and pointers to the slots."""
+    """The packed parameters of a plan's launches, in slots of eight bytes, and pointers to them."""
 
     def __init__(self, packed: bytes) -> None:
         count = len(packed) // 8
@@ -113,7 +118,7 @@ class Parameters:
 
 
 class Plan:
-    """The launches that a ``Draft`` recorded; several threads may run them at once."""
+    """The launches that a ``Draft`` recorded, ready to run in any number of threads."""
 
     def __init__(self, draft: Draft) -> None:
         self._size, self._constants = draft.size, draft.constants
@@ -132,7 +137,7 @@ class Plan:
         self._spares: list[Parameters] = []
 
     def run(self, addresses: dict[str, int], memory: gpu.DeviceMemory) -> None:
-        """Launch the kernels on the stream of ``memory``, for arrays with these ``addresses``."""
+        """Launch the kernels on the stream of ``memory``; ``addresses`` has the arrays' by name."""
         if self._size:
             addresses = addresses | {WORKSPACE: memory.allocate(self._size)}
         parameters = self._parameters()

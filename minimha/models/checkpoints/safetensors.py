@@ -1,6 +1,6 @@
-"""Read safetensors: eight bytes with the header's length, a header in JSON, and the numbers.
+"""Read safetensors files: 8 bytes with the header's length, a JSON header, and the tensors' data.
 
-Files are memory-mapped, so weights in float32 take no memory besides the system's page cache. No
+Files are memory-mapped, so float32 weights take no memory besides the system's page cache. No
 package is needed.
 
 The format: https://huggingface.co/docs/safetensors
@@ -29,7 +29,7 @@ DTYPES: dict[str, Any] = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": BFLO
 
 
 def check_no_pickle(path: Path) -> None:
-    """Raise ValueError for a pickle, or for a folder that has its weights only in pickles."""
+    """Raise ValueError for a pickle, or for a folder that has weights only in pickles."""
     names = [path] if path.is_file() else sorted(path.glob("*"))
     pickles = [name for name in names if name.suffix in PICKLES]
     if pickles and not any(name.suffix == ".safetensors" for name in names):
@@ -41,7 +41,10 @@ def check_no_pickle(path: Path) -> None:
 
 
 def read_folder(folder: Path) -> dict[str, Array]:
-    """Return all tensors of a folder by name, from one file or from the files in its index."""
+    """Return all tensors of a folder by name, from one file or from all files of its index.
+
+    Raise ValueError if the files are missing or damaged.
+    """
     if (folder / WHOLE).is_file() or not (folder / INDEX).is_file():
         return read(folder / WHOLE)
     text = read_bytes(folder / INDEX, LARGEST_INDEX)
@@ -62,7 +65,7 @@ def read_folder(folder: Path) -> dict[str, Array]:
 
 
 def read(path: Path) -> dict[str, Array]:
-    """Return the tensors of one file by name, as views of the mapped file."""
+    """Return the tensors of a file by name, as views of the memory-mapped file."""
     check_file(path)
     if path.stat().st_size < 8:
         raise ValueError(f"{path} is damaged: it ends before its header")

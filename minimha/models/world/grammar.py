@@ -1,9 +1,9 @@
-"""Generate the training sentences of the small world, with exact probabilities of next words.
+"""Generate the training sentences of the small world model, with exact next-word probabilities.
 
-A kind of passage is a generator. It yields text, whose words follow with certainty, or a choice: a
-tuple of equally likely words, or a dictionary from words to probabilities. ``yield`` returns the
-word that was drawn. The words so far therefore determine how each kind continues, and
-``next_words`` computes the next word's probabilities by Bayes' rule.
+A kind of passage is a generator function. It yields either a text, whose words follow with
+certainty, or a choice: a tuple of equally likely words, or a dictionary from words to
+probabilities. ``yield`` returns the word that was drawn. The words so far therefore determine how a
+passage of each kind continues, and ``next_words`` applies Bayes' rule to the kinds.
 """
 
 import random
@@ -50,18 +50,18 @@ BANKS = {"swam": {"wet": 0.6, "muddy": 0.4}, "needed": {"open": 0.6, "closed": 0
 
 
 def either(first: Options, share: float, second: Options) -> dict[str, float]:
-    """Map words to probabilities: those of ``first`` sum to ``share``, all others to the rest."""
+    """Combine two choices: ``first`` has total probability ``share``, ``second`` the rest."""
     parts = [(_shares(first), share), (_shares(second), 1 - share)]
     return {word: part * p for shares, part in parts for word, p in shares.items()}
 
 
 def others(words: Sequence[str], *taken: str) -> list[str]:
-    """Return the words that are not in ``taken``."""
+    """Return the ``words`` that are not in ``taken``."""
     return [word for word in words if word not in taken]
 
 
 def seat() -> Passage:
-    """Generate passages like: the old cat sat on the mat because it was tired ."""
+    """Generate passages such as "the big cat sat on the mat because it was tired ."."""
     yield "the"
     subject = yield either(LOOKS, 0.3, either(ANIMALS, 0.7, tuple(PLURALS)))
     if subject in LOOKS:
@@ -76,7 +76,7 @@ def seat() -> Passage:
 
 
 def agreement() -> Passage:
-    """Generate passages like: the cats that saw the dog were tired ."""
+    """Generate passages such as "the cats that saw the dog were tired ."."""
     yield "the"
     subject = yield (*ANIMALS, *PLURALS)
     verb = "were" if subject in PLURALS else "was"
@@ -92,7 +92,7 @@ def agreement() -> Passage:
 
 
 def barrier() -> Passage:
-    """Generate passages like: the dogs did not cross the street because it was too wide ."""
+    """Generate passages such as "the dogs did not cross the street because it was too wide ."."""
     yield "the"
     subject = yield (*ANIMALS, *PLURALS)
     yield "did not cross the"
@@ -109,7 +109,7 @@ def barrier() -> Passage:
 
 
 def reason() -> Passage:
-    """Generate passages like: anna went to the kitchen because she was hungry ."""
+    """Generate passages such as "anna went to the kitchen because she was hungry ."."""
     person = yield PEOPLE
     yield "went"
     place = yield ("home", "to")
@@ -124,7 +124,7 @@ def reason() -> Passage:
 
 
 def receiver() -> Passage:
-    """Generate passages like: anna gave the key to tom . now tom has the key ."""
+    """Generate passages such as "anna gave the key to tom . now tom has the key ."."""
     giver = yield PEOPLE
     verb = yield ("gave", "sold", "took")
     first = yield either("the", 0.5, others(PEOPLE, giver)) if verb != "took" else "the"
@@ -138,7 +138,7 @@ def receiver() -> Passage:
 
 
 def repetition() -> Passage:
-    """Generate passages like: mia bought a cup , a hat and a key . then sam bought a cup … too ."""
+    """Generate passages such as "mia bought a cup , a hat and a key . then sam bought a cup …"."""
     person = yield PEOPLE
     verb = yield ("bought", "found", "lost")
     yield "a"
@@ -153,7 +153,7 @@ def repetition() -> Passage:
 
 
 def description() -> Passage:
-    """Generate passages like: tom saw a black cat and a white dog . the white dog chased … ."""
+    """Generate passages such as "tom saw a black cat and a white dog . the white dog liked …"."""
     seen: dict[str, str] = {}
     yield PEOPLE
     link = yield "saw"
@@ -172,7 +172,7 @@ def description() -> Passage:
 
 
 def bank() -> Passage:
-    """Generate passages like: the boat reached the bank of the river ."""
+    """Generate passages such as "the boat reached the bank of the river ."."""
     subject = yield either("the", 0.7, PEOPLE)
     if subject == "the":
         subject = yield {"bank": 0.6, "boat": 0.4}
@@ -200,7 +200,7 @@ KINDS: dict[Kind, float] = {
 
 
 def walk(kind: Kind, draw: random.Random) -> Iterator[tuple[str, dict[str, float]]]:
-    """Draw a passage: yield each word, with a map from all possible words to probabilities."""
+    """Draw a passage of ``kind``; yield each word and the probabilities from which it was drawn."""
     steps = _steps(kind())
     shares = next(steps)
     while shares:
@@ -210,27 +210,28 @@ def walk(kind: Kind, draw: random.Random) -> Iterator[tuple[str, dict[str, float
 
 
 def passage(kind: Kind, draw: random.Random) -> list[str]:
-    """Draw the words of one passage of ``kind``."""
+    """Draw a random passage of ``kind`` and return its words."""
     return [word for word, _ in walk(kind, draw)]
 
 
 def any_kind(draw: random.Random) -> Kind:
-    """Draw a kind of passage, with the probabilities in ``KINDS``."""
+    """Draw a random kind of passage, with the probabilities in ``KINDS``."""
     return draw.choices(list(KINDS), list(KINDS.values()))[0]
 
 
 def vocabulary() -> list[str]:
-    """Return all words that passages can have, in alphabetical order."""
+    """Return the words of 2000 random passages of each kind, in alphabetical order."""
     draw = random.Random(0)
     return sorted({word for kind in KINDS for _ in range(2000) for word in passage(kind, draw)})
 
 
 def next_words(words: Sequence[str]) -> dict[str, float]:
-    """Return P(next word | words), for ``words`` that begin with a passage.
+    """Return the probability of each possible next word after ``words``, most probable first.
 
-    a(j) is the probability that a passage begins at j: a(0) = 1, and
-    a(j) = Σ_i Σ_kinds a(i) P(kind) P(words i … j−1 are a passage of this kind). The probability of
-    the next word is proportional to Σ_i Σ_kinds a(i) P(kind) P(words from i on, and that word).
+    ``words`` must begin with the beginning of a passage. Let a(j) be the probability that a text
+    begins with the words before j and has a passage that begins at j. Then a(0) = 1, and a(j) =
+    Σ_i Σ_kinds a(i) P(kind) P(words i … j−1 are a passage of this kind). P(next word) is
+    proportional to Σ_i Σ_kinds a(i) P(kind) P(words from i on, next word).
     """
     begins = [1.0] + [0.0] * len(words)
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Ask the small world's model questions: passages cut before the word that shows a relation."""
+"""Test the small world model with questions: passages cut off before the word to predict."""
 
 import random
 import re
@@ -17,7 +17,7 @@ from minimha.models.world.grammar import Kind
 
 @dataclass(frozen=True)
 class Question:
-    """A text, and the probability of each possible next word by the grammar."""
+    """A text, and the grammar's probability of each possible next word."""
 
     words: tuple[str, ...]
     answers: dict[str, float]  # most probable first
@@ -25,10 +25,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model answers: its share of right answers, and errors of its probabilities.
+    """A model's share of right answers, and the errors of its next-word probabilities.
 
-    An answer is right if the model's most probable word is also one of the grammar's. A question's
-    error is the largest over words; ``largest`` and ``mean`` are over the questions.
+    ``right`` is the share of questions for which the model's most probable word is a most probable
+    word of the grammar too. A question's error is the largest difference of the two probabilities
+    over all words. ``largest`` and ``mean`` are the largest and the mean error over the questions.
     """
 
     right: float
@@ -61,8 +62,8 @@ HELD_OUT = ("receiver", "thing received", "repetition", "description")
 def questions(relation: str, number: int = 200, *, before: int = 0) -> list[Question]:
     """Return up to ``number`` different questions about ``relation``, a key of RELATIONS.
 
-    ``before`` is the number of passages of any kind before each question. The questions are the
-    same for every ``before``.
+    ``before`` passages of random kinds precede each question in its text. The questions themselves
+    are the same for each ``before``.
     """
     if relation not in RELATIONS:
         raise ValueError(f"relation is {relation!r}: expected one of {', '.join(RELATIONS)}")
@@ -88,9 +89,9 @@ def passages(number: int = 40) -> list[str]:
 
 
 def subjects(words: Sequence[str]) -> NDArray[np.bool_]:
-    """Return a mask (L, L): for a word before a verb (row), True at the verb's subject (column).
+    """Return the mask (L, L) that is True at (i, j) if word j is the subject of the verb i + 1.
 
-    A subject right before its verb is not marked.
+    Only verbs "was" and "were" count. A subject directly before its verb is not marked.
 
     >>> np.argwhere(subjects("the cats near the dog were wet .".split())).tolist()
     [[4, 1]]
@@ -105,12 +106,12 @@ def subjects(words: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def held_out() -> set[tuple[str, ...]]:
-    """Return, as words, all questions that were left out of training."""
+    """Return the set of questions, as tuples of words, that were left out of training."""
     return {question.words for relation in HELD_OUT for question in questions(relation)}
 
 
 def score(model: Transformer, asked: Sequence[Question]) -> Score:
-    """Compare the model's probabilities of next words with the grammar's, in all questions."""
+    """Compare a model's next-word probabilities with the grammar's in the questions ``asked``."""
     right, distances = [], []
     for question in asked:
         p = probabilities(model.logits(" ".join(question.words))[-1])

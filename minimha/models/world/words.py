@@ -1,11 +1,11 @@
-"""Define a tokenizer with one token per word."""
+"""Define the tokenizer of the small world model, with one token per word."""
 
 import re
 from collections.abc import Sequence
 
 
 class Words:
-    """A tokenizer whose tokens are whole words, in lower case, and punctuation marks.
+    """A tokenizer whose tokens are lower-case words and punctuation marks.
 
     A token's id is its index in ``vocabulary``.
 
@@ -21,7 +21,10 @@ class Words:
         self._ids = {word: i for i, word in enumerate(self.vocabulary)}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of the text's words; unknown words raise ValueError."""
+        """Return the ids of the words and marks of ``text``, in which case is ignored.
+
+        Raise ValueError for words outside the vocabulary.
+        """
         if not isinstance(text, str):
             raise TypeError(f"text is {text!r}: expected a string")
         words = re.findall(r"\w+|[^\w\s]", text.lower())
@@ -33,11 +36,11 @@ class Words:
         return [self._ids[word] for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the words of ``ids``, with spaces between them but not before punctuation."""
+        """Return the words of ``ids``, joined by spaces except before punctuation."""
         return re.sub(r" (?=[^\w\s])", "", " ".join(map(self.label, ids)))
 
     def label(self, id: int) -> str:
-        """Return the word with the number ``id``."""
+        """Return the word whose token id is ``id``."""
         if not 0 <= id < len(self.vocabulary):
             raise ValueError(
                 f"id is {id} but the vocabulary has {len(self.vocabulary)} words: expected "

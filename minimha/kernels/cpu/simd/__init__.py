@@ -1,8 +1,8 @@
 """Generate vector code for the inner loops, which numba alone would not vectorize well.
 
 numba leaves vectorization to LLVM, which uses only half the width of an AVX-512 register and never
-keeps a tile of sums in registers. The primitives here are written as LLVM vectors. Each takes whole
-arrays and offsets in elements. Tests compare each with plain numba code in
+keeps a tile of sums in registers. The primitives here generate LLVM's vector instructions. Each
+takes whole arrays and offsets in elements. Tests compare each with plain numba code in
 ``tests/kernels/cpu/plain_simd.py``.
 
 A *panel* is up to ``VECTORS`` vectors side by side: ``VECTORS`` · width lanes, one query per lane.

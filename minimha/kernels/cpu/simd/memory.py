@@ -1,4 +1,4 @@
-"""Create views of memory, increment shared counters, prefetch cache lines."""
+"""Create views of memory, increment shared counters, and prefetch cache lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flat(typing, X, offset):
 
 @intrinsic
 def matrix(typing, X, offset, rows, columns):
-    """Return a 2-D view of the memory of X from element ``offset`` on."""
+    """Return a 2-D view (rows, columns) of the memory of X from element ``offset`` on."""
     signature = types.Array(X.dtype, 2, "C")(X, types.intp, types.intp, types.intp)
 
     def generate(context, builder, signature, arguments):
@@ -79,7 +79,7 @@ def _view(context, builder, kind, pointer, shape):
 def fetch_add(typing, counters, n):
     """Increment counters[n] atomically, and return the old value.
 
-    A thread that increments later also sees everything that this thread wrote earlier.
+    A thread whose increment comes later sees everything that this thread wrote before its own.
     """
     signature = types.int64(counters, types.intp)
 
@@ -91,7 +91,10 @@ def fetch_add(typing, counters, n):
 
 
 def prefetch(builder, pointer, level):
-    """Generate a prefetch of the cache line at ``pointer``, any address, into L1 or L2."""
+    """Generate a prefetch of the cache line at ``pointer`` into the L1 or L2 cache (``level``).
+
+    The pointer may be invalid.
+    """
     address = builder.bitcast(pointer, ir.IntType(8).as_pointer())
     number = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])

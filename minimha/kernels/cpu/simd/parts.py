@@ -113,10 +113,11 @@ _pack_bfloat16, _pack_float16 = _packer(True), _packer(False)
 
 @jit
 def pack_rows(X, x, x_row, to, row, part, rows, columns, is_bfloat16, tail):
-    """Write rows of X as parts, to[p · part + r · row + c]; return whether a number is nonfinite.
+    """Split rows of X into parts, and return whether any number is NaN or infinite.
 
-    ``row`` is ``columns`` rounded up to a multiple of ``WIDTH``; the numbers between are 0.
-    ``tail`` is scratch memory for ``WIDTH`` numbers.
+    Part p of number c of row r is written to to[p · part + r · row + c]. ``row`` is ``columns``
+    rounded up to a multiple of ``WIDTH``; the numbers between are 0. ``tail`` is scratch memory for
+    ``WIDTH`` numbers.
     """
     full = columns // WIDTH * WIDTH
     found = _pack(X, x, x_row, to, 0, row, part, rows, full, is_bfloat16)
@@ -140,8 +141,9 @@ def _pack(X, x, x_row, to, first, row, part, rows, n, is_bfloat16):
 def split_rows(typing, S, s, n, lanes):
     """Split each weight in n rows of S, from S[s] on, into two parts.
 
-    n must be even. Of each two rows, one becomes pairs of first parts, the other pairs of second
-    parts. Second parts are rounded, first parts are not, so that NaN stays NaN with any payload.
+    n must be even, and a row has ``lanes`` weights. Of rows 2 i and 2 i + 1, the former is replaced
+    by pairs of both rows' first parts, and the latter by pairs of their second parts. Only second
+    parts are rounded, so that a NaN stays NaN.
     """
     signature = types.void(S, types.intp, types.intp, types.intp)
 

@@ -21,14 +21,15 @@ ROWS = REGISTERS // 4  # rows of a register tile
 
 @jit_too
 def whole_tiles(rows):
-    """Return ``rows``, rounded up to a multiple of ``ROWS``, the height of a register tile."""
+    """Return ``rows`` rounded up to a multiple of ``ROWS``, the height of a register tile."""
     return -(-rows // ROWS) * ROWS
 
 
 def register_tile(vectors, adds, rows=ROWS):
-    """Return a primitive for a register tile of ``rows`` × ``vectors`` vectors of sums.
+    """Return a numba intrinsic that computes ``rows`` × ``vectors`` vectors of sums in registers.
 
-    If fewer rows are left, the last row is read again instead of each missing row.
+    If ``adds``, it is part of ``tile_product_add``, else of ``tile_product``. If A has fewer than
+    ``rows`` rows left, the intrinsic reads its last row in place of each missing row.
     """
 
     @intrinsic

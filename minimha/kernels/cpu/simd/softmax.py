@@ -1,4 +1,7 @@
-"""Compute the steps of a tile's softmax lane by lane: scale, soft cap, maximum, exp, sum."""
+"""Compute scale, soft cap, maximum, exp and sum of a tile of scores, lane by lane.
+
+A row of the tile has ``vectors`` vectors, which together have ``lanes`` lanes.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def _lanes_max(typing, S, s, n, vectors, M):
 
 @jit
 def lanes_max(S, s, n, vectors, M):
-    """Set M[lane] to the largest S[s + row · lanes + lane] of n rows, ignoring NaN."""
+    """Set M[lane] to the maximum of S[s + row · lanes + lane] over n rows, ignoring NaN."""
     _lanes_max(S, s, n, vectors, M)
 
 
@@ -142,7 +145,7 @@ def _times_power_of_2(builder, vector, x, w):
 
 
 def exp_of_vector(builder, vector, x):
-    """Generate exp(x) of a vector of numbers that are NaN or have a finite exponential.
+    """Generate exp(x) for a vector x whose exponentials are finite or NaN.
 
     A result below the smallest normal number becomes exactly 0.
     """
@@ -199,7 +202,7 @@ def _cap(typing, S, s, n, cap):
 
 @jit
 def soft_cap(S, s, n, cap):
-    """Set S = cap · tanh(S / cap) for n items from S[s] on."""
+    """Set S[x] = cap · tanh(S[x] / cap) for n items x from s on."""
     width = VECTOR_BITS // (8 * S.itemsize)
     full = n // width * width
     _cap(S, s, full, S.dtype.type(cap))
@@ -241,9 +244,9 @@ def _lanes_exp(typing, S, s, n, vectors, scale, M, T):
 
 @jit
 def lanes_exp(S, s, n, vectors, scale, M, T):
-    """Set S = exp(scale S - M[lane]) for n rows from S[s] on, and T[lane] to the sum over rows.
+    """Set S = exp(scale · S - M[lane]) for n rows from S[s] on, and T[lane] to their sum.
 
-    scale S - M must be at most 88 (float64: 709). Results below the smallest normal number become
+    scale · S - M must be at most 88 (float64: 709). Results below the smallest normal number become
     0.
     """
     _lanes_exp(S, s, n, vectors, S.dtype.type(scale), M, T)
@@ -251,7 +254,7 @@ def lanes_exp(S, s, n, vectors, scale, M, T):
 
 @intrinsic
 def scale_lanes(typing, X, x, rows, lanes, F):
-    """Multiply X[x + row · lanes + lane] by F[lane] for row < ``rows``; lanes are whole vectors."""
+    """Multiply X[x + row · lanes + lane] by F[lane], for all lanes of ``rows`` rows."""
     signature = types.void(X, types.intp, types.intp, types.intp, F)
 
     def generate(context, builder, signature, arguments):

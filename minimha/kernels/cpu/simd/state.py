@@ -1,16 +1,17 @@
-"""Advance a state S (D, Dv) by a few tokens at once, for some columns, in registers.
+"""Update columns of the delta rule's state S (D, Dv) by up to four tokens at once.
 
 ``advance(S, s, s_row, T, t, t_row, R, V, v, v_row, C, c, W, w, P, p, plane, n, D)`` solves for the
-u of ``GROUP`` tokens, of which n exist, sets their outputs, and writes the next state to T:
+u of n ≤ ``GROUP`` tokens, sets their outputs o, and writes the next state to T:
 
     u_j = β_j (v_j - r_j - Σ_i<j A_ji u_i),   o_j = R_j + Σ_i≤j B_ji u_i
     T = keep ∘ S + e S + Σ_j w_j u_jᵀ
 
-The rows of R alternate: r_0, R_0, r_1, R_1, … of these columns. Row j of V, at v + j · v_row, has
-v_j, and then o_j. C has β, A and B at c, all for ``GROUP`` tokens. W has the w_j (D,) at w. P has e
-(D,) at p and ``keep`` (D,) at p + ``plane``. The bits of each number of ``keep`` are all ones or
-all zeros. Row d of S starts at s + d · s_row, that of T at t + d · t_row. ``advance_one`` advances
-by one token, for more columns at once.
+r_j and R_j are the products of S with the key and the query of token j. The rows of R alternate:
+r_0, R_0, r_1, R_1, … of these columns. Row j of V, at v + j · v_row, first has v_j, and then o_j. C
+has β, A and B at c, all for ``GROUP`` tokens. W has the w_j (D,) at w. P has e (D,) at p and
+``keep`` (D,) at p + ``plane``. The bits of each number of ``keep`` are all ones or all zeros. Row d
+of S starts at s + d · s_row, and row d of T at t + d · t_row. ``advance_one`` has the same
+arguments, but updates by one token, for more columns at once.
 """
 
 from __future__ import annotations

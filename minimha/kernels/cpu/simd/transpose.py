@@ -1,4 +1,4 @@
-"""Transpose matrices, block by block in registers."""
+"""Transpose matrices, one block at a time in registers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TALLEST = 16  # rows of a block
 
 @jit_too
 def block_shape(itemsize):
-    """Return the numbers of rows and columns of a block that is transposed in registers."""
+    """Return the shape of a block of ``itemsize``-byte numbers to transpose in registers."""
     return min(TALLEST, VECTOR_BITS // (8 * itemsize)), PIECE // itemsize
 
 

@@ -1,7 +1,8 @@
 """Provide the building blocks of the CUDA kernels: device functions, and factories of them.
 
 A factory runs on the host: it takes a kernel's constants (width, dtype and options) and returns a
-device function. The names in a factory's docstring are arguments of that device function.
+device function. The names in a factory's docstring are arguments of that device function. Algorithm
+1 is that of FlashAttention-2 (Dao, 2023).
 
 rows             addresses of rows, and vector loads and stores that spread them over lanes
 register_tiles   tiles multiplied in registers: copies and products of rung 3

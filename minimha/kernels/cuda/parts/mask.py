@@ -32,7 +32,7 @@ final_score = device(score.final_score)
 
 
 class ScoreOptions(NamedTuple):
-    """Flags for the options that change or hide single scores."""
+    """Flags that say which options change or hide single scores."""
 
     has_softcap: bool
     has_slopes: bool
@@ -50,7 +50,7 @@ class ScoreOptions(NamedTuple):
 
     @property
     def hide_keys(self) -> bool:
-        """Return whether options may hide single keys, so that no tile counts as full."""
+        """Return whether options may hide single keys. If so, no tile counts as full."""
         return self.has_mask or self.has_bias
 
 
@@ -59,7 +59,10 @@ class ScoreOptions(NamedTuple):
 
 @device
 def visible_keys(i_start, i_stop, b, o):
-    """Return start and stop of the keys that queries i_start to i_stop of batch entry b may see."""
+    """Return start and stop of the keys that queries i_start to i_stop - 1 may see.
+
+    The queries are of batch entry b. Only position and length count, not a mask or a bias.
+    """
     q_offset = ptx.ld_global_nc_s64(o.q_offset + uint64(8) * uint64(b))
     length = ptx.ld_global_nc_s64(o.kv_lengths + uint64(8) * uint64(b))
     start, stop = key_range(int64(i_start), int64(i_stop), q_offset, o.left, o.right, length)
@@ -69,9 +72,11 @@ def visible_keys(i_start, i_stop, b, o):
 
 @device
 def tile_bounds(i_start, i_stop, b, o):
-    """Return start, stop of the keys that any query sees, and start, stop of those that all see.
+    """Return start and stop of the keys that any query sees, and of the keys that all queries see.
 
-    All queries see the keys from the last query's first key to the first query's last key.
+    The queries are i_start to i_stop - 1 of batch entry b. Only position and length count, as in
+    ``visible_keys``. All queries see the keys from the last query's first key to the first query's
+    last key.
     """
     start, stop = visible_keys(i_start, i_stop, b, o)
     full_start, _ = visible_keys(i_stop - 1, i_stop, b, o)
@@ -84,16 +89,17 @@ def tile_bounds(i_start, i_stop, b, o):
 
 @device
 def pair_address(X, b, h, i, j, itemsize):
-    """Return the address of X[b, h, i, j]."""
+    """Return the address of X[b, h, i, j], an item of ``itemsize`` bytes."""
     at = b * X.batch + h * X.head + i * X.row + j * X.column
     return X.address + uint64(at * itemsize)
 
 
 def scored_pair(options: ScoreOptions) -> Any:
-    """Return a device function that computes a pair's score and visibility.
+    """Return a device function that returns a score after options, and whether it is visible.
 
-    ``s`` is the scaled score, and ``distance`` is from key to query. The mask and the bias of the
-    pair are read only if the key is visible so far.
+    ``s`` is the scaled score, and ``distance`` the query's position minus the key's. The argument
+    ``is_visible`` is the visibility by position and length. If it is False, the mask and the bias
+    are not read. ``mask_at`` and ``bias_at`` are the addresses of their items.
     """
     has_softcap, has_slopes, has_mask, has_bias = options
 
@@ -115,7 +121,10 @@ def scored_pair(options: ScoreOptions) -> Any:
 
 
 def score_pair(options: ScoreOptions) -> Any:
-    """Return a device function that computes a pair's score, or -inf if the pair is hidden."""
+    """Return a device function that returns a score after options, or -inf if it is hidden.
+
+    The arguments are those of ``scored_pair``.
+    """
     scored = scored_pair(options)
 
     @device
@@ -132,7 +141,7 @@ QueryOptions = namedtuple("QueryOptions", "start stop position slope mask bias")
 
 
 def query_options(options: ScoreOptions) -> Any:
-    """Return a device function that computes the ``QueryOptions`` of query i."""
+    """Return a device function that returns the ``QueryOptions`` of query i."""
     _, has_slopes, has_mask, has_bias = options
 
     @device
@@ -152,7 +161,11 @@ def query_options(options: ScoreOptions) -> Any:
 
 
 def score_query(options: ScoreOptions) -> Any:
-    """Return a device function that computes key j's final score, or -inf if the key is hidden."""
+    """Return a device function that returns the final score of key j, or -inf if it is hidden.
+
+    ``s`` is the product q·k, and ``query`` has the ``QueryOptions``. The bounds of visible keys are
+    checked only if ``is_partial``.
+    """
     score = score_pair(options)
 
     @device
@@ -167,11 +180,11 @@ def score_query(options: ScoreOptions) -> Any:
 
 
 def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any = None) -> Any:
-    """Return a device function that applies the options to a tile S, with -inf for hidden scores.
+    """Return a device function that applies the options to a tile of scores in registers.
 
-    ``row`` and ``column`` are query and key of the thread's first score. ``left`` and ``right`` are
-    bounds relative to the query's index, not to its position. The factory's ``functions`` is the
-    result of ``functions.call_functions``, or None.
+    Hidden scores become -inf. ``row`` and ``column`` are the query and the key of the thread's
+    first score. ``left`` and ``right`` are bounds relative to the query's index, not to its
+    position. The factory's ``functions`` is the result of ``functions.call_functions``, or None.
     """
     columns, rows, keys, row_step = tiles.columns, tiles.rows, tiles.keys, tiles.row_step
     _, has_slopes, has_mask, has_bias = options
@@ -179,7 +192,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
     @device
     def rotate(S):
-        """Rotate the rows of S by one: a loop that is not unrolled cannot index registers."""
+        """Rotate the rows of S by one, because only unrolled loops can index registers."""
         for j in range(keys):
             first = S[0, j]
             for i in range(rows - 1):
@@ -240,12 +253,18 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
 @device
 def last_or(i, length):
-    """Return i, or ``length`` - 1 if i is beyond it: scores there are not used."""
+    """Return the smaller of i and ``length`` - 1, the last index, for a load within the array.
+
+    The scores of larger i are hidden or not stored.
+    """
     return int32(min(i, length - 1))
 
 
 def first_score(tiles: MmaTiles) -> Any:
-    """Return a device function that finds query and key of thread t's first score in a tile."""
+    """Return a device function that returns the query and the key of thread t's first score.
+
+    The tile begins at query i_start and key j.
+    """
     rows = 16 * tiles.M
 
     @device
@@ -258,7 +277,7 @@ def first_score(tiles: MmaTiles) -> Any:
 
 @device
 def softcapped(x, softcap):
-    """Return softcap · tanh(x / softcap) by ``ex2`` and ``rcp``, to save registers."""
+    """Return softcap · tanh(x / softcap), computed by ``ex2`` and ``rcp`` to save registers."""
     x *= np.float32(1) / softcap
     size = abs(x)
     square = size * size
@@ -272,9 +291,10 @@ def softcapped(x, softcap):
 
 
 def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """Return a device function that applies scale, soft cap, bias and ALiBi to S.
+    """Return a device function that applies scale, soft cap, bias and ALiBi to the scores S.
 
-    Unlike ``score_pair``, it computes once per fragment what a row or a column has in common.
+    S has the layout of ``mma``. The tile begins at query i_start and key j_start. Options that
+    ``options`` lacks cost nothing.
     """
     M, N = tiles.M, tiles.N
     S_size = 4 * M * N
@@ -313,7 +333,11 @@ def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
 
 
 def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """Return a device function that computes bits: bit 4 n + e is 1 if S[i, n, e] is visible."""
+    """Return a device function that returns the visibility of a thread's scores as bits.
+
+    The argument i, below ``tiles.M``, selects 16 rows of the thread's warp. Bit 4 n + e is 1 if the
+    score S[i, n, e] is visible. The tile begins at query i_start and key j_start.
+    """
     N, B_c = tiles.N, tiles.B_c
     _, _, has_mask, has_bias = options
     corner = first_score(tiles)
@@ -350,7 +374,10 @@ def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
 
 
 def hide_keys(tiles: MmaTiles) -> Any:
-    """Return a device function that writes -inf for scores whose bit in ``visible`` is 0."""
+    """Return a device function that sets a score to -inf if its bit in ``visible`` is 0.
+
+    ``visible[i]`` is the result of ``visible_bits`` for i.
+    """
     M, N = tiles.M, tiles.N
 
     @device

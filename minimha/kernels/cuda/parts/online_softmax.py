@@ -1,8 +1,8 @@
 """Compute the online softmax: row maxima, exponentials, rescaling, and the final log-sum-exp.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Algorithm 1 of
-FlashAttention-2, lines 9 to 13. Exponentials and logarithms to base 2 are instructions of a GPU,
-so base e costs a factor: ``LOG2_E`` or ``LN_2``.
+FlashAttention-2, lines 9 to 13. A GPU has instructions for exponentials and logarithms to base 2
+only. Those to base e take another multiplication, by ``LOG2_E`` or ``LN_2``.
 """
 
 import math
@@ -35,17 +35,22 @@ def log(x):
 
 @device
 def shift_of(m):
-    """Return what to subtract before ``exp``: m, or 0 if m is -inf, because -inf - -inf is NaN."""
+    """Return what to subtract before ``exp``: m, or 0 if m is -inf, since -inf - -inf is NaN."""
     return m if m > LOWEST else float32(0)
 
 
 @device
 def rounding(m, factor):
-    """Return m · factor less the row's shift: that product, rounded unless it is far from 0.
+    """Return the rounding error of m · factor, or 0 if the product is at least 2 ``FAR`` from 0.
 
-    Weights are 2^(S · factor - shift). That the shift is rounded is no error, since O_i and l_i
-    share it. But for far scores weights could overflow: there m is subtracted before the product.
-    A row that was far below comes near with a correction of 0, as from 2 ``FAR`` to ``FAR``.
+    Weights are 2^(S · factor - shift), where the shift is m · factor, rounded. O_i and l_i share
+    the rounding error, so it cancels. But if |m · factor| is at least ``FAR``, the error is so
+    large that weights could overflow. There ``shifted`` subtracts m from S before it multiplies,
+    and adds the error. So the weights have the same rounded shift as without the subtraction.
+
+    From 2 ``FAR`` on, no error is added: the shift is m · factor itself. A maximum above 2 ``FAR``
+    can only rise. If one below -2 ``FAR`` rises to -``FAR``, the correction of earlier weights is 0
+    in any case.
     """
     shift = fmul_rn(m, factor)
     return cuda.fma(m, factor, -shift) if abs(shift) < 2 * FAR else float32(0)
@@ -53,7 +58,7 @@ def rounding(m, factor):
 
 @device
 def with_sink(m, l, sink):
-    """Return maximum and sum of a row with its sink, and the factor of O_i.
+    """Return a row's maximum and sum after adding its sink, and the factor that scales O_i.
 
     L_i is the maximum plus the logarithm of the sum (Algorithm 1, lines 12 and 13). The factor is 0
     for a row that sees no key.
@@ -68,6 +73,8 @@ def with_sink(m, l, sink):
 def bits_of(lanes: int) -> tuple[int, ...]:
     """Return the bits in which the indices of ``lanes`` neighbouring lanes differ.
 
+    ``lanes`` is a power of 2.
+
     >>> bits_of(8)
     (1, 2, 4)
     """
@@ -75,7 +82,10 @@ def bits_of(lanes: int) -> tuple[int, ...]:
 
 
 def maximum_over(*bits: int) -> Any:
-    """Return a device function that finds the largest x of lanes that differ only in ``bits``."""
+    """Return a device function that returns the largest x of a group of lanes.
+
+    The indices of these lanes differ only in ``bits``.
+    """
 
     @device
     def maximum(x):
@@ -87,7 +97,7 @@ def maximum_over(*bits: int) -> Any:
 
 
 def sum_over(*bits: int) -> Any:
-    """Return a device function that sums x over lanes that differ only in ``bits``, in order."""
+    """Return a device function that sums x over lanes whose indices differ only in ``bits``."""
 
     @device
     def total(x):
@@ -99,10 +109,11 @@ def sum_over(*bits: int) -> Any:
 
 
 def update_halves(rows: int, keys: int, words: int) -> Any:
-    """Return a device function for lines 9 and 10 of Algorithm 1, with ``words`` columns per lane.
+    """Return a device function that updates the softmax and O by a lane's keys, for rung 5.
 
-    This includes the product with the lane's ``keys`` values. In a partial tile hidden keys are
-    left out, because 0 times NaN would be NaN.
+    These are lines 9 and 10 of Algorithm 1. A lane has ``rows`` rows of S and O, ``keys`` keys, and
+    ``words`` columns of O and V. If ``is_partial``, hidden keys are skipped, because 0 times NaN
+    would be NaN.
     """
 
     @device
@@ -130,9 +141,11 @@ def update_halves(rows: int, keys: int, words: int) -> Any:
 
 
 def update_transposed(tiles: DecodeTiles) -> Any:
-    """Return a device function that does line 9 of Algorithm 1, and rescales O_i as in line 10.
+    """Return a device function that updates the softmax by scores in registers, for rung 5.
 
-    Sᵀ and Oᵀ have the layout of ``mma``. P_ij becomes two 16-bit numbers, upper bits and residual.
+    It does line 9 of Algorithm 1, and rescales O_i as in line 10. S and the transposed O have the
+    layout of ``DecodeTiles``. Each weight becomes two 16-bit numbers: its upper bits in
+    ``P_upper``, and the rest in ``P_rest``.
     """
     sides, keys, words = tiles.sides, tiles.keys // 8, tiles.v_words
     _, _, pack, _, _ = FORMATS[tiles.dtype]
@@ -177,9 +190,10 @@ def update_transposed(tiles: DecodeTiles) -> Any:
 
 
 def update_registers(tiles: RegisterTiles) -> Any:
-    """Return a device function that does line 9 of Algorithm 1, and rescales O_i as in line 10.
+    """Return a device function that updates the softmax by scores in registers, for rung 3.
 
-    ``tiles.columns`` lanes share a row. P_ij goes to shared memory, with -0 for a hidden key.
+    It does line 9 of Algorithm 1, and rescales O_i as in line 10. ``tiles.columns`` lanes share a
+    row. P_ij is stored in shared memory, from ``P_at`` on, with the weight -0 for a hidden key.
     """
     columns, rows, keys, own = tiles.columns, tiles.rows, tiles.keys, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
@@ -209,9 +223,11 @@ def update_registers(tiles: RegisterTiles) -> Any:
 
 
 def shifted(N: int) -> Any:
-    """Return a device function for the shift of a row's ``N`` pairs of scores, from S[first] on.
+    """Return a device function that returns two exponents to base 2, for a row's new maximum.
 
-    It returns the logarithms of the factor of l_i and O_i, and of that of 2^(S · factor).
+    The correction of l_i and O_i is 2^first exponent. A weight is 2^(S · factor + second exponent).
+    If m_new · factor is far from 0 (``FAR``) in any lane of the warp, m_new is subtracted from S in
+    place. The row has ``N`` pairs of scores in a lane, from S[first] on.
     """
 
     @device
@@ -230,9 +246,11 @@ def shifted(N: int) -> Any:
 
 
 def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
-    """Return a device function that does line 9 of Algorithm 1 for scores in the layout of ``mma``.
+    """Return a device function that updates the softmax by fragments of scores, for rung 4.
 
-    ``factor`` converts scores to base 2 and, if ``is_plain``, scales them too.
+    It does line 9 of Algorithm 1, and rescales O_i as in line 10. S has the layout of ``mma``, and
+    P_ij replaces it. Multiplying by ``factor`` converts scores to base 2. If ``is_plain``,
+    ``factor`` also has the scale, which S then lacks.
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
     maximum, near_or_far = maximum_over(1, 2), shifted(N)
@@ -282,9 +300,11 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
 
 
 def update_scores(tiles: MmaTiles, is_plain: bool) -> Any:
-    """Return a device function that does line 9 of Algorithm 1 for 16 rows, while O_i is computed.
+    """Return a device function that updates the softmax by 16 rows of scores, for rung 6.
 
-    Unlike in ``update_fragments``, the caller must multiply O_i by ``correction`` afterwards.
+    It does line 9 of Algorithm 1, and P_ij replaces S. The tensor cores may still be adding to O_i,
+    so the caller must multiply O_i by ``correction`` afterwards. ``factor`` and ``is_plain`` are
+    as in ``update_fragments``.
     """
     N, maximum, near_or_far = tiles.N, maximum_over(1, 2), shifted(tiles.N)
 

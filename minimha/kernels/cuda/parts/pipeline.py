@@ -1,10 +1,11 @@
-"""Pass tiles of K and V from the copying warpgroup to the multiplying ones, for rung 6.
+"""Pass tiles of K and V from the copying warpgroup to the multiplying warpgroups, for rung 6.
 
 Copies come in steps: Q_i and the first tile of K; the next tile of K and the first tile of V; and
 so on. Two mbarriers, ``full``, alternate: a thread arrives at one when its copies are complete. K
 and V have two buffers each in shared memory, which alternate too. Each buffer has an mbarrier,
-``empty``, at which every warp arrives after multiplying the tile. For tile or step n, a thread
-waits for phase n // 2 of the mbarrier. Successive phases are distinguished by their parity.
+``empty``, at which every multiplying warp arrives after using the tile. Tile or step n uses the
+mbarrier n % 2 of a pair, whose phase n // 2 a thread waits for. Successive phases are distinguished
+by their parity.
 
 Shah et al., "FlashAttention-3", 2024, Algorithm 1.
 """
@@ -25,7 +26,7 @@ OF_K, OF_V, FOUND, BYTES = 16, 32, 48, 56
 
 
 def start(consumers: int) -> Any:
-    """Return a device function that initializes the barriers; ``consumers`` warps multiply."""
+    """Return a device function that initializes the barriers of ``consumers`` multiplying warps."""
 
     @device
     def start(t, barriers):
@@ -42,21 +43,27 @@ def start(consumers: int) -> Any:
 
 @device
 def wait_for_phase(barriers, n, of_before):
-    """Wait for the end of step or tile n's phase, or of the phase before if ``of_before`` is 1."""
+    """Wait until the phase of tile or step n is over, in a pair of mbarriers at ``barriers``.
+
+    If ``of_before`` is 1, wait for the mbarrier's phase before that one instead.
+    """
     while not ptx.mbarrier_try_wait(barriers + 8 * (n & 1), (n >> 1 & 1) ^ of_before):
         pass
 
 
 @device
 def wait_until_full(barriers, step):
-    """Wait for the copies of ``step``, and make them visible to ``wgmma``."""
+    """Wait until the copies of ``step`` are complete, and make them visible to ``wgmma``."""
     wait_for_phase(barriers, step, 0)
     ptx.fence_proxy_async()
 
 
 @device
 def release(barriers, n, lane):
-    """Arrive, once per warp, at the barrier that allows tile n to be overwritten."""
+    """Signal, once per warp, that the buffer of tile n may be overwritten.
+
+    ``barriers`` is the address of the two ``empty`` of K or of V.
+    """
     if lane == 0:
         ptx.mbarrier_arrive(barriers + 8 * (n & 1))
 
@@ -64,9 +71,10 @@ def release(barriers, n, lane):
 def copy_tiles(tiles: MmaTiles, hides_keys: bool) -> Any:
     """Return a device function that copies Q_i and all tiles of K and V to shared memory.
 
-    These are lines 4 and 7 of FlashAttention-2's Algorithm 1, for thread t of the copying
-    warpgroup. ``bounds`` are those of ``mask.tile_bounds``, with at least one key. Nonfinite values
-    in partial tiles of V become 0.
+    The threads of the copying warpgroup run it (lines 4 and 7 of FlashAttention-2's Algorithm 1).
+    ``bounds`` is the result of ``mask.tile_bounds``, and its first range must have at least one
+    key. Nonfinite values become 0 in partial tiles of V. ``hides_keys`` means that options may hide
+    single keys; then they become 0 in all tiles of V.
     """
     B_r, B_c = tiles.B_r, tiles.B_c
     tiles = tiles._replace(warps=PRODUCERS // 32)
