@@ -1,7 +1,8 @@
-"""Measure speed on a GPU: correctness gate → warm-up → rounds, by CUDA events, with a cold L2.
+"""Measure the speed of minimha and torch on a GPU, by CUDA events, with a cold L2 cache.
 
-Records are those of ``bench/cpu.py``, and the peers are torch's backends. Everything but the clock
-also runs on a CPU, where it is tested.
+Records are those of ``bench/cpu.py``, and the other candidates are torch's backends. A candidate
+whose numbers are wrong is not timed. Everything but the clock also runs on a CPU, where it is
+tested.
 """
 
 import platform
@@ -14,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.api import Backend, BackendUnavailable, attention, backends
+from minimha.api import BackendUnavailable, attention, backends
 from minimha.bench.cpu import seconds_of
 from minimha.bench.report import GATE, GATE_ROWS, OURS, Record, Report, measured
 from minimha.bench.shapes import Shape
+from minimha.equations.option_types import Backend
 
 SHAPES = (
     Shape(4, 16, 16, 4096, 4096, 128, "none", "bfloat16"),
@@ -43,7 +45,8 @@ def against_torch(
 ) -> Report:  # fmt: skip
     """Measure minimha and torch's scaled_dot_product_attention on ``device``.
 
-    Other arguments are those of ``bench.cpu.against_peers``. The only mask allowed is causal.
+    Other arguments are as in ``bench.cpu.against_peers``. Raises ValueError unless each mask is
+    "none" or "causal", and BackendUnavailable if torch or the device is missing.
     """
     for shape in shapes:
         if shape.mask not in ("none", "causal"):

@@ -134,7 +134,7 @@ def forward(module, problem, order=None, *, change=None):
     from gpu_problems import download, upload
 
     memory = Arena()
-    arguments = upload(problem, memory)
+    arguments = upload(problem, memory, module.ROW_UNIT)
     for launch, given in module.launches(problem, arguments, memory.scratch):
         run(launch, given, memory, order, change=change)
     return download(problem, arguments, memory)

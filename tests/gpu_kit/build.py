@@ -111,16 +111,15 @@ def _copy(folder: Path) -> None:
 
 
 def _of_bench() -> list[Any]:
-    """Of every shape that ``bench --backend cuda`` measures, the rungs that take it."""
-    from gpu_kit.calls import outline, rungs
+    """Of every shape that ``bench --backend cuda`` measures, the rung that the backend chooses."""
+    from gpu_kit.calls import outline
     from minimha.bench.gpu import SHAPES, TINY
+    from minimha.kernels.cuda import backend
+    from minimha.kernels.cuda import driver as gpu
     from minimha.kernels.cuda.launch import launches_of
 
-    found = []
-    for shape in (*SHAPES, TINY):
-        for name, given in rungs(outline(shape)).items():
-            found += launches_of(name, given)
-    return found
+    chosen = (backend.rung_for(outline(shape), gpu.current()) for shape in (*SHAPES, TINY))
+    return [launch for rung, problem in chosen for launch in launches_of(rung, problem)]
 
 
 def _of_tests() -> list[Any]:
@@ -152,15 +151,25 @@ def _of_tests() -> list[Any]:
     return asked
 
 
+def _called(tape: Any, case: dict[str, Any], given: Any) -> dict[str, Any]:
+    """Record the call of a case's rung for a problem."""
+    from gpu_kit.cases import settings
+    from minimha.kernels.cuda import backend
+
+    found: dict[str, Any] = tape.record(
+        lambda: backend.solve(case["rung"], given, **settings(case))
+    )
+    return found
+
+
 def _timed(tape: Any, sample: bool) -> Iterator[dict[str, Any]]:
     """Record the calls to be measured, whose numbers are made where they are measured."""
     from gpu_kit.cases import label, timed
     from minimha.equations.problem import Problem
     from minimha.kernels.cuda import backend
-    from minimha.kernels.ladder import IF_NAMED
 
     for case in timed(sample):
-        if case["rung"] in IF_NAMED and tape.cc != backend.HOPPER:
+        if tape.cc != backend.ONLY_ON.get(case["rung"], tape.cc):
             continue
         print(f"\r{label(case):90}", end="", file=sys.stderr)
         dtype = np.dtype(getattr(import_module("ml_dtypes"), case["dtype"], case["dtype"]))
@@ -168,7 +177,7 @@ def _timed(tape: Any, sample: bool) -> Iterator[dict[str, Any]]:
         k = np.zeros([case[letter] for letter in ("B", "Hkv", "Lk", "D")], dtype)
         given = Problem.of(q, k, k)
         tape.is_timed = True
-        one = tape.record(lambda rung=case["rung"], given=given: backend.solve(rung, given))
+        one = _called(tape, case, given)
         tape.is_timed = False
         yield {"case": case, **one, "downloads": []}
 
@@ -178,7 +187,6 @@ def _record(folder: Path, tape: Any, sample: bool) -> None:
     from gpu_kit.cases import cases, label, problem
     from minimha.equations.problem import Problem
     from minimha.kernels.cuda import backend
-    from minimha.kernels.ladder import IF_NAMED
 
     recorded = []
     for case in cases(sample):
@@ -186,11 +194,11 @@ def _record(folder: Path, tape: Any, sample: bool) -> None:
         dtype = np.dtype(getattr(import_module("ml_dtypes"), case["dtype"], case["dtype"]))
         given = Problem.of(*(x.astype(dtype) for x in (q, k, v)), **options)
         module = import_module(f"minimha.kernels.{case['rung']}")
-        is_for_another = case["rung"] in IF_NAMED and tape.cc != backend.HOPPER
+        is_for_another = tape.cc != backend.ONLY_ON.get(case["rung"], tape.cc)
         if is_for_another or module.unsupported(given):
             continue
         print(f"\r{label(case):90}", end="", file=sys.stderr)
-        one = tape.record(lambda rung=case["rung"], given=given: backend.solve(rung, given))
+        one = _called(tape, case, given)
         recorded.append({"case": case, **one})
     whole = {"cc": list(tape.cc), "cases": recorded, "timed": list(_timed(tape, sample))}
     (folder / "tape.json").write_text(json.dumps(whole))

@@ -1,6 +1,7 @@
 """The problems of the kit's check: the same numbers wherever they are made, with NumPy alone.
 
 A case is a dict: "rung", "dtype", sizes by their letters, and "options", a name in ``OPTIONS``.
+"B_c" in a case is the number of keys per tile, where it is not the rung's own choice.
 """
 
 from itertools import product
@@ -16,7 +17,10 @@ RUNGS = {
     "cuda.rung6_warpgroups": ("bfloat16", "float16"),
 }
 OPTIONS = ("none", "causal", "window", "mask", "bias", "softcap", "alibi", "sinks", "lengths")
-WIDTHS = {16: ("none",), 64: OPTIONS, 80: ("none", "causal"), 128: OPTIONS, 256: ("none", "causal")}
+WIDTHS = {
+    16: ("none",), 40: ("none",), 64: OPTIONS, 72: ("none",), 80: ("none", "causal"), 128: OPTIONS,
+    256: ("none", "causal"),
+}  # fmt: skip
 
 
 def cases(sample=False):
@@ -31,10 +35,16 @@ def cases(sample=False):
         for dtype, D, Lq in product(dtypes, WIDTHS, lengths):
             sizes = {"B": 2, "H": 4, "Hkv": 2, "Lq": Lq, "Lk": 203, "D": D}
             found += [{"rung": rung, "dtype": dtype, **sizes, "options": x} for x in WIDTHS[D]]
-            if D in (64, 128):  # nine tiles and more, so that every buffer is used again
-                long = sizes | {"Lk": 1200}
-                found += [{"rung": rung, "dtype": dtype, **long, "options": "none"}]
+            if D in (64, 128):  # of up to 128 keys a tile, nine and more for each of two buffers
+                long = {"rung": rung, "dtype": dtype, **sizes, "B": 1, "Lk": 2400}
+                found += [long | {"options": "none"}, *smaller(long | {"options": "causal"})]
     return found
+
+
+def smaller(case):
+    """The case with 32 keys per tile, so that two wide blocks of rung 4 fit into an A100's SM."""
+    is_wide = "rung4" in case["rung"] and case["D"] in (16, 128)  # 16 in a sample
+    return [case | {"B_c": 32}] if is_wide else []
 
 
 def timed(sample=False):
@@ -49,7 +59,8 @@ def timed(sample=False):
             sizes |= {"Hkv": sizes["H"], "Lq": L, "Lk": L, "D": D}
             if "decode" in rung:
                 sizes |= {"B": 4, "H": 32, "Hkv": 8, "Lq": 1}
-            found.append({"rung": rung, "dtype": dtypes[0], **sizes, "options": "none"})
+            case = {"rung": rung, "dtype": dtypes[0], **sizes, "options": "none"}
+            found += [case, *smaller(case)]
     return found
 
 
@@ -84,7 +95,7 @@ def problem(case):
         "softcap": {"softcap": 1.5},
         "alibi": {"alibi_slopes": [2.0**-h for h in range(H)], "q_offset": 7},
         "sinks": {"sinks": [float(h) for h in range(H)]},
-        "lengths": {"kv_lengths": [Lk, 2 * Lk // 3]},
+        "lengths": {"kv_lengths": [Lk, 2 * Lk // 3][:B]},
     }[case["options"]]
     return q, k, v, options
 
@@ -92,4 +103,10 @@ def problem(case):
 def label(case):
     """What the case is called in a report."""
     sizes = " ".join(f"{letter}={case[letter]}" for letter in ("B", "H", "Hkv", "Lq", "Lk", "D"))
-    return f"{case['rung']} {case['dtype']} {sizes} {case['options']}"
+    keys = f" B_c={case['B_c']}" if "B_c" in case else ""
+    return f"{case['rung']} {case['dtype']} {sizes} {case['options']}{keys}"
+
+
+def settings(case):
+    """What the launches of the rung take besides the problem."""
+    return {"B_c": case["B_c"]} if "B_c" in case else {}

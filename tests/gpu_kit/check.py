@@ -50,6 +50,9 @@ CLOCK, MULTIPROCESSORS, MEMORY_CLOCK, BUS = 13, 16, 36, 37
 # Guide, "Arithmetic Instructions", and NVIDIA's white papers of the architectures.
 ON_TENSOR_CORES = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096}
 MEASURED = 10  # runs of a timed case, after one that is not counted
+# What is written before each of these runs: more than any L2 cache holds, as often as Python needs
+# to queue the launches, so that their time is the GPU's alone and inputs come from memory.
+FLUSH, FLUSHES = 256 << 20, 16
 STICKY = range(700, 800)  # errors after which the context is lost
 # Two units in the last place of a number near 1, or rounding in sums.
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-5, "float64": 1e-11}
@@ -112,11 +115,13 @@ class Driver:
         each = of_fma if dtype == "float32" else ON_TENSOR_CORES.get(cc, 0)
         return 1e3 * self.attribute(CLOCK) * self.attribute(MULTIPROCESSORS) * each
 
-    def milliseconds(self, launches, addresses):
-        """What the launches take, by the GPU's clock."""
+    def milliseconds(self, launches, addresses, scratch):
+        """What the launches take, by the GPU's clock; ``scratch`` are ``FLUSH`` bytes of memory."""
         events, took = (ctypes.c_void_p(), ctypes.c_void_p()), ctypes.c_float()
         for event in events:
             self("cuEventCreate", ctypes.byref(event), 0)
+        for _ in range(FLUSHES):
+            self("cuMemsetD8Async", ctypes.c_uint64(scratch), 0, ctypes.c_size_t(FLUSH), None)
         self("cuEventRecord", events[0], None)
         for launch in launches:
             self.launch(launch, addresses)
@@ -234,8 +239,10 @@ def measured(driver, one):
             driver.upload(addresses[-1], there)
         elif content != "nan":
             driver.upload(addresses[-1], np.load(HERE / "tape.npz")[content])
-    times = [driver.milliseconds(one["launches"], addresses) for _ in range(MEASURED + 1)]
-    for address in addresses:
+    scratch = driver.allocate(FLUSH)
+    runs = range(MEASURED + 1)
+    times = [driver.milliseconds(one["launches"], addresses, scratch) for _ in runs]
+    for address in (*addresses, scratch):
         driver.free(address)
     kind, work = cases.work(case)
     median = statistics.median(times[1:])

@@ -35,10 +35,9 @@ for name, what in (
 END
 }
 
-# The bench, with the rungs named by its first argument, to a file named by its second.
 bench() {
-  (cd "$here/src" && MINIMHA_CUDA_RUNGS=$1 $python "$here/carried.py" -m minimha bench \
-    --backend cuda --format json --force --output "$OUT/$2")
+  (cd "$here/src" && $python "$here/carried.py" -m minimha bench \
+    --backend cuda --format json --force --output "$OUT/bench.json")
 }
 
 profile() {
@@ -69,11 +68,7 @@ one() {
     (cd "$here/src" && $python "$here/carried.py" -m pytest -p no:cacheprovider \
       -W "ignore:Unknown config option" --junitxml "$OUT/tests.xml" ${ONLY:+-k "$ONLY"} \
       tests/kernels/cuda/test_driver.py) ;;
-  bench)
-    bench "" bench.json || return
-    if grep -q '"cc": \[9, 0\]' "$here/tape.json"; then  # rung 6 is for Hopper alone
-      bench cuda.rung6_warpgroups bench-rung6.json
-    fi ;;
+  bench) bench ;;
   profile) profile ;;
   sanitize) sanitize ;;
   *) echo "$1 is none of probe, check, tests, bench, profile, sanitize"; return 2 ;;

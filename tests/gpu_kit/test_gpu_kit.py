@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 from ctypes.util import find_library
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from kernels.cuda import standin
 
@@ -16,6 +18,10 @@ pytest.importorskip("numba_cuda", reason="the extra cuda is not installed")
 pytest.importorskip("cuda.core", reason="the extra cuda is not installed")
 if standin.missing():
     pytest.skip(standin.missing(), allow_module_level=True)
+
+from gpu_kit import cases
+from minimha.equations.problem import Problem
+from minimha.kernels.cuda import rung4_tensor_cores, rung6_warpgroups
 
 LIMIT = 250  # seconds
 NUMPY_ALONE = """
@@ -74,30 +80,51 @@ def test_check_is_right_with_numpy_alone(kit, monkeypatch):
     (kit / "sitecustomize.py").write_text(NUMPY_ALONE)
     monkeypatch.setenv("PYTHONPATH", str(kit))
     output, status = run(kit, "check")
-    assert "7 cases, 3 runs each: 7 right, 0 wrong" in output
+    assert "8 cases, 3 runs each: 8 right, 0 wrong" in output
     assert status == 0
     found = json.loads((kit / "out" / "check.json").read_text())
-    assert (found["cases"], found["wrong"]) == (7, {})
-    assert [one["ms"] for one in found["timed"].values()] == [1]  # by the stand-in's clock
+    assert (found["cases"], found["wrong"]) == (8, {})
+    assert [one["ms"] for one in found["timed"].values()] == [1, 1]  # by the stand-in's clock
     table = (kit / "out" / "table.md").read_text()
-    assert "rung4_tensor_cores bfloat16 B=1 H=16 Hkv=16 Lq=64 Lk=64 D=16 none | 1.0 |" in table
-    assert "7 cases, 0 wrong." in table
+    for keys in ("", " B_c=32"):
+        name = f"rung4_tensor_cores bfloat16 B=1 H=16 Hkv=16 Lq=64 Lk=64 D=16 none{keys}"
+        assert f"{name} | 1.0 |" in table
+    assert "8 cases, 0 wrong." in table
 
 
-def kernel_of(kit, rung):
-    (path,) = (kit / "cubins" / "minimha").glob(f"minimha-{rung}-[!m]*.code")
-    return path
+def test_what_is_measured():
+    measured = {cases.label(case) for case in cases.timed()}
+    sizes = "B=4 H=16 Hkv=16 Lq=4096 Lk=4096 D=128 none"
+    for name in ("rung4_tensor_cores", "rung6_warpgroups"):
+        assert f"cuda.{name} bfloat16 {sizes}" in measured
+    assert f"cuda.rung4_tensor_cores bfloat16 {sizes} B_c=32" in measured
+    for L, D in product((1024, 4096, 16384), (64, 128)):
+        for rung in ("rung3", "rung4", "rung5", "rung6"):
+            assert any(rung in name and f"Lk={L} D={D} none" in name for name in measured)
+
+
+def test_every_buffer_is_used_nine_times():
+    for rung, B_c in ((rung4_tensor_cores, 64), (rung6_warpgroups, 128)):
+        name = rung.__name__.removeprefix("minimha.kernels.")
+        longest = max(case["Lk"] for case in cases.cases() if case["rung"] == name)
+        q = np.zeros((1, 1, 1, 64), np.float16)
+        assert rung.blocks(rung.variant(Problem.of(q, q, q)))[1] == B_c
+        assert longest > 2 * 9 * B_c
+
+
+def kernels_of(kit, rung):
+    return sorted((kit / "cubins" / "minimha").glob(f"minimha-{rung}-[!m]*.code"))
 
 
 def test_check_names_what_is_wrong_and_goes_on(kit):
-    path = kernel_of(kit, "rung4_tensor_cores")
-    code = path.read_bytes()[32:]
-    assert b"ex2.approx.ftz.f32" in code
-    code = code.replace(b"ex2.approx.ftz.f32", b"lg2.approx.ftz.f32")
-    path.write_bytes(hashlib.sha256(code).digest() + code)
+    for path in kernels_of(kit, "rung4_tensor_cores"):
+        code = path.read_bytes()[32:]
+        assert b"ex2.approx.ftz.f32" in code
+        code = code.replace(b"ex2.approx.ftz.f32", b"lg2.approx.ftz.f32")
+        path.write_bytes(hashlib.sha256(code).digest() + code)
     output, status = run(kit, "check")
     assert "WRONG cuda.rung4_tensor_cores bfloat16 B=2 H=4 Hkv=2 Lq=5 Lk=33 D=16 causal: " in output
-    assert "7 cases, 3 runs each: 6 right, 1 wrong" in output
+    assert "8 cases, 3 runs each: 7 right, 1 wrong" in output
     assert status == 1
 
 
@@ -129,7 +156,7 @@ def test_cases_that_hang_crash_or_lose_the_context_do_not_end_the_others(kit):
         "cuCtxSynchronize failed: an illegal address (700)",
     ]  # fmt: skip
     assert list(found["wrong"].values()) == reasons, done.stderr
-    assert "7 cases, 3 runs each: 4 right, 3 wrong" in done.stdout
+    assert "8 cases, 3 runs each: 5 right, 3 wrong" in done.stdout
     assert all(f"| {reason} |" in (kit / "table.md").read_text() for reason in reasons)
 
 
@@ -157,7 +184,7 @@ def test_what_is_lacking_is_said(kit):
     assert "the kernels are compiled for sm_80, and this GPU is sm_90: build the kit" in output
     assert status == 2
     (kit / "tape.json").write_text(json.dumps(tape))
-    path = kernel_of(kit, "rung1_rows")
+    (path,) = kernels_of(kit, "rung1_rows")
     path.write_bytes(path.read_bytes()[:-1])
     output, status = run(kit, "check")
     assert f"cubins/minimha/{path.name} is damaged: copy the folder again" in output

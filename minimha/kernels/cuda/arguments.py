@@ -5,7 +5,8 @@
     rung(q, k, v, mask, bias, o, O, L)
 
 The arguments have two forms. Rungs 1 and 2 take ``Arrays``, so they also run in numba's simulator.
-From rung 3 on, kernels have explicit load instructions and take ``Arguments``, which are addresses:
+From rung 3 on, kernels have explicit load instructions and take ``Arguments``, which are addresses.
+The module of such a rung has a ``ROW_UNIT``, from which ``row_width`` follows:
 
 q, k, v, O   ``Rows``: address and strides of (B, H, L, D); the last axis is contiguous
 mask, bias   ``Pairs``: address and strides of (B, H, Lq, Lk), stride 0 along a broadcast axis;
@@ -26,6 +27,7 @@ import numpy as np
 from numba import types
 from numpy.typing import DTypeLike, NDArray
 
+from minimha.equations.arguments import name_of
 from minimha.equations.problem import Problem
 from minimha.kernels.options import NO_BIAS, NO_MASK, Options, options
 
@@ -36,7 +38,7 @@ class DeviceArray(NamedTuple):
     """An array in a device's memory, with strides in elements.
 
     ``owner`` keeps the memory alive. ``ready_on`` is the stream on which another library fills the
-    array, or None if nothing is to be awaited.
+    array, or None if the array is complete.
     """
 
     address: int
@@ -53,7 +55,7 @@ class DeviceArray(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """An array of rows of contiguous numbers: its address, and its strides in elements."""
+    """The address and the strides, in elements, of an array (B, H, L, D) of contiguous rows."""
 
     address: int
     batch: int
@@ -62,7 +64,10 @@ class Rows(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """An array over queries and keys: its address, and strides in elements, 0 if broadcast."""
+    """The address and the strides of an array (B, H, Lq, Lk).
+
+    Strides are in elements, and 0 along a broadcast axis.
+    """
 
     address: int
     batch: int
@@ -75,8 +80,8 @@ class Numbers(NamedTuple):
     """The sizes and small options of a problem.
 
     ``q_offset`` and ``kv_lengths`` are addresses of (B,) int64, ``slopes`` and ``sinks`` of (H,)
-    float32. Absent options are neutral: ``slopes`` and ``softcap`` are 0, sinks are -inf. ``left``
-    and ``right`` are at most ``visibility.UNBOUNDED``.
+    float32. If absent, ``slopes`` (the address) and ``softcap`` are 0, and the sinks are -inf. A
+    side of the window without a bound has ``left`` or ``right`` = ``visibility.UNBOUNDED``.
     """
 
     H: int
@@ -147,10 +152,10 @@ PLACEHOLDERS = Arguments(
 
 
 class Memory(Protocol):
-    """A device's memory, or an emulator's."""
+    """The memory of a device, or of the emulator that runs kernels in tests."""
 
     def put(self, array: NDArray[Any]) -> int:
-        """Copy ``array`` to contiguous memory of the device; return the address, aligned to 16."""
+        """Copy ``array`` to contiguous memory of the device; return its 16-byte aligned address."""
 
     def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return a copy of the contiguous array at ``address``."""
@@ -166,7 +171,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_device(array: NDArray[Any], memory: Memory) -> DeviceArray:
-    """Copy ``array`` to ``memory``, but only one item along an axis of stride 0, which stays 0."""
+    """Copy ``array`` to ``memory``; along an axis of stride 0, copy one item and keep stride 0."""
     is_broadcast = [step == 0 and array.size > 0 for step in array.strides]
     once = array[tuple(slice(0, 1) if one else slice(None) for one in is_broadcast)]
     steps = zip(is_broadcast, contiguous(once.shape), strict=True)
@@ -194,31 +199,65 @@ def array_at(array: DeviceArray) -> ArrayAt:
 
 
 def padded_width(problem: Problem) -> int:
-    """Return the width of rows of q, k, v and O, zero-padded to a multiple of 16."""
+    """Return the width of padded rows: the larger of D and Dv, rounded up to a multiple of 16."""
     return -(-int(max(problem.q.shape[3], problem.v.shape[3])) // 16) * 16
 
 
+def refused(problem: Problem) -> str | None:
+    """Return why no CUDA kernel supports ``problem``, or None if there is no such reason."""
+    if problem.k_scale is not None:
+        return "GPU kernels read no 8-bit keys and values (k_scale, v_scale): use backend 'cpu'"
+    if problem.key_indices is None:
+        return None
+    return (
+        f"GPU kernels read every key, so they take no {name_of('key_indices')}: use backend 'cpu', "
+        f"or give attn_mask"
+    )
+
+
+def row_width(problem: Problem, unit: int = 16) -> int:
+    """Return the width of rows of q, k, v and O in memory: D or ``padded_width``.
+
+    It is D if D = Dv and a row's size is a multiple of ``unit`` bytes.
+    """
+    D = int(problem.q.shape[3])
+    is_padded = problem.v.shape[3] != D or D * problem.dtype.itemsize % unit
+    return padded_width(problem) if is_padded else D
+
+
+def row_alignment(width: int, itemsize: int) -> int:
+    """Return the largest power of 2, at most 16, that divides the bytes of ``width`` numbers."""
+    return min(16, width * itemsize & -width * itemsize)
+
+
 def too_wide(problem: Problem) -> str | None:
-    """Return why a kernel with whole rows of O in registers cannot take ``problem``, or None."""
+    """Return why rows of O are too wide for a kernel's registers, or None if they fit."""
     width = padded_width(problem)
     if width > WIDEST:
         return f"heads are {width} wide: beyond {WIDEST} O does not fit into the registers"
     return None
 
 
-def check_alignment(arguments: Arguments, itemsize: int) -> None:
-    """Raise unless rows of q, k, v and O are aligned to 16 bytes, for vector loads and stores."""
+def check_alignment(arguments: Arguments, width: int, itemsize: int) -> None:
+    """Raise ValueError unless rows of q, k, v and O are aligned for vector loads.
+
+    ``width`` is the rung's ``row_width``. Each row must begin at a multiple of
+    ``row_alignment(width, itemsize)`` bytes.
+    """
+    unit = row_alignment(width, itemsize)
     for name in ("q", "k", "v", "O"):
         address, *strides = getattr(arguments, name)
-        if address % 16 or any(stride * itemsize % 16 for stride in strides):
+        if address % unit or any(stride * itemsize % unit for stride in strides):
             raise ValueError(
                 f"{name} begins at {address:#x} with strides {tuple(strides)}: expected rows that "
-                f"begin at multiples of 16 bytes, because they are read 16 bytes at a time"
+                f"begin at multiples of {unit} bytes, because they are read {unit} bytes at a time"
             )
 
 
 def in_parts(width: int, widest: int) -> tuple[int, int]:
-    """Return the number of parts of a row, and their width, at most ``widest``.
+    """Split a row of ``width`` numbers into the fewest equal parts of at most ``widest``.
+
+    Returns the number of parts and their width, rounded up.
 
     >>> in_parts(80, 64)
     (2, 40)
@@ -228,7 +267,7 @@ def in_parts(width: int, widest: int) -> tuple[int, int]:
 
 
 def array_types(problem: Problem) -> tuple[Any, ...]:
-    """Return the signature of a kernel for ``problem`` that takes ``Arrays``."""
+    """Return the argument types of a kernel for ``problem`` that takes ``Arrays``."""
     real = types.float64 if problem.compute == np.float64 else types.float32
     floating, mask = types.Array(real, 4, "A"), types.Array(types.boolean, 4, "A")
     per_batch, per_head = types.Array(types.int64, 1, "C"), types.Array(real, 1, "C")
@@ -240,7 +279,7 @@ def array_types(problem: Problem) -> tuple[Any, ...]:
 
 
 def address_types(problem: Problem) -> tuple[Any, ...]:
-    """Return the signature of a kernel for ``problem`` that takes ``Arguments``."""
+    """Return the argument types of a kernel for ``problem`` that takes ``Arguments``."""
     return PLACED_ADDRESSES if problem.contents else ADDRESSES
 
 
@@ -249,8 +288,8 @@ def host_arrays(
 ) -> dict[str, NDArray[Any]]:
     """Return q, k, v and, if given, mask and bias, by their names in ``problem``.
 
-    q, k and v are converted to ``dtype``. With a ``width``, their rows are padded with 0, which
-    changes no score.
+    q, k and v are converted to ``dtype``. If ``width`` is given, their rows are padded with 0 to
+    that width. This changes no score, and only adds columns of 0 to O.
     """
 
     def rows(array: NDArray[Any]) -> NDArray[Any]:
@@ -292,7 +331,7 @@ def as_addresses(
 ) -> Arguments:
     """Return ``Arguments``, the arguments for ``problem`` of a kernel that takes addresses.
 
-    ``given`` has "q", "k", "v", "O", of the width ``padded_width`` and in the problem's dtype, and
+    ``given`` has "q", "k", "v", "O", of the rung's ``row_width`` and in the problem's dtype, and
     "L" in float32. It has "attn_mask" and "attn_bias" (float32), of the scores' shape, if they
     exist. ``put`` copies arrays to the device and returns their addresses.
     """

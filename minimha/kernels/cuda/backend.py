@@ -1,11 +1,10 @@
-"""Define the backend "cuda", which runs the best CUDA kernel for a problem.
+"""Define the backend "cuda", which runs the fastest CUDA kernel that supports a problem.
 
 ``forward`` uploads NumPy arrays to the current GPU and downloads the result. ``attend`` reads
 arrays on a GPU in place, on their library's stream, and returns an array of that library. Both run
 a ``Plan``; ``attend`` stores its plans for later calls.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -23,33 +22,34 @@ from minimha.kernels import remembered
 from minimha.kernels.cuda import arguments as kernel_arguments
 from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda import functions
-from minimha.kernels.cuda.arguments import DeviceArray, array_at, padded_width, to_device, to_host
+from minimha.kernels.cuda.arguments import DeviceArray, array_at, to_device, to_host
 from minimha.kernels.cuda.copies import STORED, copying
 from minimha.kernels.cuda.interop import as_device_array, empty_like, must_synchronize, stream_of
 from minimha.kernels.cuda.launch import Launches, launches_of
 from minimha.kernels.cuda.plans import Draft, Plan
-from minimha.kernels.ladder import ALSO, CUDA_LADDER, FEW_QUERIES, IF_NAMED
+from minimha.kernels.ladder import CUDA_LADDER, FEW_QUERIES
 
 TAKE_ARRAYS = ("cuda.rung1_rows", "cuda.rung2_tiles")  # the other rungs take addresses
 TENSOR_CORES = (8, 0)  # the first compute capability whose tensor cores the rungs can use
-HOPPER = (9, 0)  # the one compute capability of rung 6
+ONLY_ON = {"cuda.rung6_warpgroups": (9, 0)}  # rungs for a single compute capability
 SHARED = 99 << 10  # bytes of shared memory that suffice for all other rungs
 SMALL = ("q_offset", "kv_lengths", "alibi_slopes", "sinks")  # on the host or on the GPU
 QKV = ("q", "k", "v")
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this backend does not support ``problem``, or None.
+    """Return why this backend cannot compute ``problem``, or None if it can.
 
-    Rungs 1 and 2 take every problem except functions that numba cannot compile for a GPU.
+    A problem is unsupported if it has ``key_indices`` or 8-bit k and v, or if numba cannot compile
+    its ``score_mod`` or ``mask_mod``.
     """
-    return functions.unsupported(problem)
+    return kernel_arguments.refused(problem) or functions.unsupported(problem)
 
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return output O and log-sum-exp L of ``problem``; see ``minimha.equations.dense.forward``.
 
-    Raises MemoryError if the GPU's memory is too small, DeviceError if the driver fails.
+    Raises MemoryError if the GPU's memory is too small, and DeviceError if the driver fails.
     """
     if problem.sequences is not None:  # one launch for each
         return problem.by_sequence(lambda part, s: forward(part))
@@ -60,8 +60,12 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     return solve(*rung_for(problem, gpu.current()))
 
 
-def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return output O and log-sum-exp L by the kernel ``name``, which must support ``problem``."""
+def solve(name: str, problem: Problem, **settings: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return output O and log-sum-exp L by the kernel ``name``, which must support ``problem``.
+
+    ``name`` is a kernel of ``CUDA_LADDER``, such as "cuda.rung4_tensor_cores". ``settings`` are
+    keywords of its function ``launches``, such as ``B_c`` of rung 4.
+    """
     (B, H, Lq, _), Dv = problem.q.shape, problem.v.shape[3]
     dtype, width = _form(name, problem)
     with gpu.DeviceMemory(gpu.current()) as memory:
@@ -69,18 +73,20 @@ def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
         given = {key: to_device(array, memory) for key, array in on_host.items()}
         given["O"] = memory.empty_array((B, H, Lq, width or Dv), dtype)
         given["L"] = memory.empty_array((B, H, Lq), problem.compute)
-        plan = _plan(name, problem, given, memory.device)
+        plan = _plan(name, problem, given, memory.device, **settings)
         plan.run({key: array.address for key, array in given.items()}, memory)
         return to_host(given["O"], memory)[..., :Dv], to_host(given["L"], memory)
 
 
 def rung_for(problem: Problem, device: gpu.Device) -> tuple[str, Problem]:
-    """Return the name of the best kernel on ``device``, and ``problem`` in that kernel's dtype.
+    """Return the name of the fastest kernel for ``problem``, and ``problem`` in the kernel's dtype.
 
-    Few queries use rung 5. For more queries, 16-bit numbers use tensor cores, float32 uses register
-    tiles, and float64 uses shared tiles. 16-bit numbers are widened if the GPU lacks such cores, or
-    if no 16-bit kernel takes the problem. ``functions.check`` raises for functions that cannot be
-    compiled.
+    At most ``FEW_QUERIES`` queries use rung 5. For more queries, 16-bit numbers use tensor cores
+    (rung 6 on Hopper, else rung 4), float32 uses register tiles, and float64 uses shared tiles. If
+    that rung does not support the problem, the next lower rung that does is used. 16-bit numbers
+    are converted to float32 if ``device`` lacks tensor cores, or if no 16-bit kernel supports the
+    problem. Raises the errors of ``functions.check`` for a ``score_mod`` or ``mask_mod`` that
+    cannot be compiled.
     """
     functions.check(problem)
     name, dtype = next(_rungs(problem, device.cc, device.shared))
@@ -92,9 +98,7 @@ def _rungs(
 ) -> Iterator[tuple[str, np.dtype[Any]]]:
     """Yield each kernel that supports ``problem``, best first, with its dtype."""
     for name in reversed(CUDA_LADDER):
-        if name in IF_NAMED and not _is_named(name, problem, cc):
-            continue
-        if name == "cuda.rung5_decode" and problem.q.shape[2] > FEW_QUERIES:
+        if not _is_for(name, problem.q.shape[2], cc):
             continue
         for given in _candidates(problem, cc):
             if name in TAKE_ARRAYS and given.dtype != given.compute:
@@ -104,10 +108,11 @@ def _rungs(
                 yield name, given.dtype
 
 
-def _is_named(name: str, problem: Problem, cc: tuple[int, int]) -> bool:
-    """Return whether the Hopper kernel ``name`` fits the problem and the user has named it."""
-    is_here = cc == HOPPER and problem.q.shape[2] > FEW_QUERIES
-    return is_here and name in os.environ.get(ALSO, "").split(",")
+def _is_for(name: str, Lq: int, cc: tuple[int, int]) -> bool:
+    """Return whether the kernel ``name`` is made for ``Lq`` queries and compute capability."""
+    if name == "cuda.rung5_decode":
+        return Lq <= FEW_QUERIES
+    return name not in ONLY_ON or (cc == ONLY_ON[name] and Lq > FEW_QUERIES)
 
 
 def _candidates(problem: Problem, cc: tuple[int, int]) -> Iterator[Problem]:
@@ -124,7 +129,10 @@ def _shared_bytes(name: str, problem: Problem) -> int:
 
 
 def widened(problem: Problem) -> Problem:
-    """Return ``problem`` with q, k and v in the compute dtype; strides that are all 0 stay 0."""
+    """Return ``problem`` with q, k and v converted to the compute dtype, float32 or float64.
+
+    An array that repeats one number, with strides of 0, keeps these strides.
+    """
 
     def wide(array: NDArray[Any]) -> NDArray[Any]:
         if array.size and not any(array.strides):
@@ -136,11 +144,13 @@ def widened(problem: Problem) -> Problem:
 
 
 def attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> Any:
-    """Compute ``minimha.attention`` for arrays on a GPU, and return arrays of q's library there.
+    """Compute ``minimha.attention`` on the GPU that holds the arrays; return arrays of q's library.
 
-    ``given`` has the arguments that may be arrays, and ``options`` the other arguments, by name.
-    Raises the errors of ``Problem.of``. Also raises if arrays are on different devices or differ in
-    dtype, or if the current stream belongs to another device.
+    Returns the output or, if ``return_lse``, the pair of output and log-sum-exp. ``given`` has the
+    arguments that may be arrays, and ``options`` the other arguments, by name. Raises the errors of
+    ``Problem.of``. Also raises TypeError if the dtypes of q, k and v differ, or if one of q, k, v,
+    the mask and the bias is on the host. Raises ValueError if arrays are on different GPUs, or if
+    the current stream belongs to another GPU.
     """
     ordinals, device = _ordinals(given), gpu.current()
     ordinal = _common(ordinals)
@@ -158,7 +168,7 @@ def _attend(
     return_lse: bool,
     device: gpu.Device,
 ) -> Any:
-    """Do ``attend`` on the current device."""
+    """Compute ``attend`` on the current device, which holds all arrays."""
     arrays = {name: as_device_array(name, given[name]) for name in on_gpu}
     stream = stream_of(given["q"], device.ordinal)
     if not gpu.is_stream_of(stream, device):
@@ -229,7 +239,7 @@ def _key(
         return None
     # The key has shapes, strides, dtypes and the alignment of addresses, for reading in place.
     layouts = [(array.address % 16, *array[1:4]) for array in arrays.values()]
-    return (device.ordinal, os.environ.get(ALSO), return_lse, *arrays, *layouts, *small)
+    return (device.ordinal, return_lse, *arrays, *layouts, *small)
 
 
 def _why_not_captured(
@@ -256,7 +266,7 @@ def _why_not_captured(
 
 
 def _planned(problem: Problem, arrays: dict[str, DeviceArray], device: gpu.Device) -> Plan:
-    """Return the plan of ``problem`` for ``arrays``, which include "O", and "L" if returned."""
+    """Return a new plan for ``problem``; ``arrays`` include "O" and, if returned, "L"."""
     B, H, Lq, _ = problem.q.shape
     shapes = {"O": (B, H, Lq, problem.v.shape[3]), "L": (B, H, Lq)}
     given = {
@@ -279,12 +289,14 @@ def _broadcast(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
     return array._replace(shape=shape, strides=(*[0] * missing, *steps))
 
 
-def _plan(name: str, problem: Problem, given: dict[str, DeviceArray], device: gpu.Device) -> Plan:
+def _plan(
+    name: str, problem: Problem, given: dict[str, DeviceArray], device: gpu.Device, **settings: Any
+) -> Plan:
     """Return the plan by which the kernel ``name`` writes O and L, with the options of ``problem``.
 
     ``given`` has "q", "k", "v" and "O", with any strides and any dtype in ``copies.STORED``. It has
     "L", contiguous, in the compute dtype, if returned, and "attn_mask" and "attn_bias" if they
-    exist. Shapes are those in ``problem``; rows of q, k, v and O may be padded to ``padded_width``.
+    exist. Shapes are those in ``problem``; rows of q, k, v and O may be padded to ``row_width``.
     Arrays that the kernel cannot use in place are copied on the device.
     """
     draft = Draft(device)
@@ -305,7 +317,7 @@ def _plan(name: str, problem: Problem, given: dict[str, DeviceArray], device: gp
         )
     else:
         arguments = kernel_arguments.as_addresses(problem, ready, draft.put_together)
-    for launch, values in _launches(name, problem, arguments, draft):
+    for launch, values in _launches(name, problem, arguments, draft, settings):
         draft.launch(launch, values)
     if ready["O"] is not O:
         draft.launch(*copying(ready["O"], O))
@@ -313,22 +325,23 @@ def _plan(name: str, problem: Problem, given: dict[str, DeviceArray], device: gp
 
 
 def _form(name: str, problem: Problem) -> tuple[np.dtype[Any], int | None]:
-    """Return a kernel's dtype of q, k, v and O, and their padded width, or None without padding."""
+    """Return a kernel's dtype of q, k, v and O, and their ``row_width``, or None for any rows."""
     if name in TAKE_ARRAYS:
         return problem.compute, None
-    return problem.dtype, padded_width(problem)
+    return problem.dtype, kernel_arguments.row_width(problem, _module(name).ROW_UNIT)
 
 
 def _is_readable(array: DeviceArray, dtype: np.dtype[Any], width: int | None) -> bool:
-    """Return whether a kernel can use ``array`` in place; a width requires 16-byte alignment."""
+    """Return whether a kernel can use ``array`` in place; a width requires aligned rows."""
     if width is None:
         return array.dtype == dtype
     steps = [step * dtype.itemsize for step in array.strides[:3]]
+    unit = kernel_arguments.row_alignment(width, dtype.itemsize)
     return (
         array.dtype == dtype
         and array.shape[3] == width
         and array.strides[3] == 1
-        and not any(at % 16 for at in (array.address, *steps))
+        and not any(at % unit for at in (array.address, *steps))
     )
 
 
@@ -347,12 +360,11 @@ def _readable(
     return _broadcast(copy, (*array.shape[:3], width or array.shape[3]))
 
 
-def _launches(name: str, problem: Problem, arguments: Any, draft: Draft) -> Launches:
+def _launches(name: str, problem: Problem, given: Any, draft: Draft, settings: Any) -> Launches:
     """Return the launches of the kernel ``name``."""
-    settings: dict[str, Any] = {}
     if name == "cuda.rung5_decode":
-        settings["multiprocessors"] = draft.device.multiprocessors
-    launches: Launches = _module(name).launches(problem, arguments, draft.scratch, **settings)
+        settings = settings | {"multiprocessors": draft.device.multiprocessors}
+    launches: Launches = _module(name).launches(problem, given, draft.scratch, **settings)
     return launches
 
 

@@ -8,6 +8,7 @@ constants (``facts``); the sources of all kernels; and the versions of the compi
 from __future__ import annotations
 
 import sys
+import time
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -39,11 +40,14 @@ _made_here: set[str] = set()  # files that this process compiled
 
 
 class NoFacts(Exception):  # noqa: N818  (it states a fact about a value)
-    """Raised for a captured value that ``facts`` cannot describe for other processes."""
+    """Raised by ``facts`` if the description of a value would differ between processes."""
 
 
 def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
-    """Return the kernel's name and its machine code for compute capability ``cc``."""
+    """Return a kernel's name and its machine code for compute capability ``cc``.
+
+    The code is read from disk if it is stored there, and compiled and stored otherwise.
+    """
     try:
         return _kept(file(launch, cc), launch, cc)
     except NoFacts:
@@ -53,9 +57,10 @@ def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
 def cubin_instead(
     refused: tuple[str, bytes], launch: Launch, cc: tuple[int, int]
 ) -> tuple[str, bytes] | None:
-    """Compile the kernel of ``launch`` again, after the driver ``refused`` the code on disk.
+    """Compile and store the kernel of ``launch`` again, because the driver refused its code.
 
-    Returns None if this process compiled the refused code, or cannot compile.
+    ``refused`` is the result of ``cubin`` for that code. Returns None if this process compiled the
+    code, since compiling again would change nothing, or if this process cannot compile.
     """
     try:
         kept = file(launch, cc)
@@ -88,9 +93,12 @@ def _parted(content: bytes) -> tuple[str, bytes]:
 
 
 def file(launch: Launch, cc: tuple[int, int]) -> disk.File:
-    """Return the file of a kernel, which holds its name, a zero byte and its machine code."""
+    """Return the file that stores a kernel.
+
+    It contains the kernel's name, a zero byte and the machine code.
+    """
     kernel = facts(launch.function, {})
-    of_launch = [launch.signature, launch.threads, launch.registers]
+    of_launch = [launch.signature, launch.threads, launch.blocks]
     depends_on = [_digest_of_sources(), toolkit(), kernel, of_launch, cc]
     return disk.File(_name(launch, cc), repr(depends_on), KEPT)
 
@@ -104,10 +112,11 @@ def _name(launch: Launch, cc: tuple[int, int]) -> str:
 def facts(value: Any, known: dict[FunctionType, int]) -> Any:
     """Describe ``value`` by lists, numbers and strings that are equal in every process.
 
-    A function is described by its name, its captured values and the globals that it names.
-    Functions from outside of minimha, such as a caller's ``score_mod``, are also described by their
-    instructions and by the modules' attributes that they read. ``known`` numbers the functions
-    described so far. Raises ``NoFacts`` for a value whose repr contains an address.
+    A function is described by its name, its captured values and the globals that it names. For
+    functions from outside of minimha, such as a caller's ``score_mod``, the instructions and the
+    attributes of modules that they read are added. Functions of ``LIBRARIES`` have only a name.
+    ``known`` numbers the functions described so far; a second mention is only the number. Raises
+    ``NoFacts`` for a value whose repr contains an address.
     """
     function = getattr(value, "py_func", getattr(value, "__wrapped__", value))
     if isinstance(function, FunctionType):
@@ -157,7 +166,7 @@ def _digest_of_sources() -> str:
 
 @cache
 def toolkit() -> str:
-    """Return the versions and settings of the compilers."""
+    """Return the versions and the settings of the compilers, as text."""
     libraries = [_version_of(library) for library in (nvvm, nvjitlink)]
     settings = [getattr(numba.config, name, None) for name in SETTINGS]
     found = []
@@ -178,6 +187,11 @@ def _version_of(library: Any) -> Any:
 
 def _compiled(launch: Launch, cc: tuple[int, int], how_often: str) -> bytes:
     """Compile and log a kernel; return its name, a zero byte and its machine code."""
-    disk.LOG.warning("minimha: compiling %s, some seconds, %s", _name(launch, cc), how_often)
+    seconds = disk.File(f"seconds-{_name(launch, cc)}", "")
+    last = seconds.read()
+    how_long = f"{last.decode()} s last time" if last else "some seconds"
+    disk.LOG.warning("minimha: compiling %s, %s, %s", _name(launch, cc), how_long, how_often)
+    start = time.monotonic()
     name, code, _ = linker.compiled(launch, cc).machine_code()
+    seconds.write(f"{time.monotonic() - start:.0f}".encode())
     return name.encode() + b"\0" + code

@@ -1,8 +1,8 @@
-"""Use the GPU through CUDA's driver: the current device, its memory, streams and launches.
+"""Call CUDA's driver: devices, memory, streams, and loading and launching kernels.
 
-numba only compiles kernels to PTX, which is also tested without a GPU. Everything else calls the
-CUDA Driver API through ``cuda.bindings``. So no undocumented attribute of numba is used, and a
-launch is one call.
+numba only compiles kernels, which is also tested without a GPU. Everything else calls the CUDA
+Driver API through ``cuda.bindings``. So no undocumented attribute of numba is used, and a launch is
+one call.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ REFUSED = (*TOO_NEW, driver.CUresult.CUDA_ERROR_INVALID_PTX)  # and for code tha
 
 
 class DeviceError(RuntimeError):
-    """Raised, with the driver's message, if a call of the driver fails."""
+    """Raised, with the driver's message, if a call of the CUDA driver fails."""
 
 
 class Device(NamedTuple):
-    """A GPU: its ordinal, its sizes, and the memory pool for allocations."""
+    """A GPU: its ordinal, compute capability, multiprocessors, shared memory, pool and context."""
 
     ordinal: int
     cc: tuple[int, int]
@@ -62,15 +62,15 @@ class Device(NamedTuple):
 
 
 class Packed(Protocol):
-    """Packed parameters of a kernel, with an array of pointers to them at ``address``."""
+    """The packed parameters of a kernel, with an array of pointers to them at ``address``."""
 
     address: int
 
 
 def call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """Call ``function`` of the driver; raise ``DeviceError`` if the call fails.
+    """Call a function of the CUDA driver and return its result; raise DeviceError if it fails.
 
-    Returns the one result, or a tuple if the function has several or none.
+    Returns a tuple if the function has several results, and an empty tuple if it has none.
     """
     status, *results = function(*arguments)
     if status != driver.CUresult.CUDA_SUCCESS:
@@ -85,7 +85,7 @@ def _failure(name: str, status: Any) -> DeviceError:
 
 
 def current() -> Device:
-    """Return this thread's current device; if there is none, first make device 0 current."""
+    """Return this thread's current device; if there is none, make device 0 current."""
     _initialize()
     status, handle = driver.cuCtxGetDevice()
     if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
@@ -103,7 +103,7 @@ def _initialize() -> None:
 
 @contextmanager
 def made_current(ordinal: int) -> Iterator[Device]:
-    """Make the device ``ordinal`` current within a ``with`` block."""
+    """Make the device ``ordinal`` current inside a ``with`` block."""
     device = _device(ordinal)
     call(driver.cuCtxPushCurrent, device.context)
     try:
@@ -160,14 +160,17 @@ def is_stream_of(stream: int, device: Device) -> bool:
 
 
 def is_capturing(stream: int) -> bool:
-    """Return whether ``stream`` is being captured into a CUDA graph; the legacy stream never is."""
+    """Return whether the work on ``stream`` is being captured into a CUDA graph.
+
+    The legacy default stream, 0 or 1, cannot be captured, so the result is False for it.
+    """
     if stream in DEFAULT_STREAMS[:2]:
         return False
     return bool(call(driver.cuStreamIsCapturing, stream) != NOT_CAPTURING)
 
 
 def wait_for(stream: int, other: int) -> None:
-    """Make ``stream`` wait for the work that is queued on ``other``."""
+    """Make ``stream`` wait for the work already queued on the stream ``other``."""
     event = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
     try:
         call(driver.cuEventRecord, event, other)
@@ -182,9 +185,10 @@ def synchronize(stream: int) -> None:
 
 
 class DeviceMemory:
-    """The memory of one call on one stream: an ``arguments.Memory`` that ``with`` frees on exit.
+    """The GPU memory of one call on one stream, freed at the end of a ``with`` block.
 
-    Memory is freed in stream order, after the work queued before, so nothing is synchronized.
+    It implements ``arguments.Memory``. Memory is freed in the order of work on the stream, so the
+    host does not wait for that work.
     """
 
     def __init__(self, device: Device, stream: int = 0) -> None:
@@ -201,7 +205,7 @@ class DeviceMemory:
             driver.cuMemFreeAsync(address, self.stream)  # fails only after a worse failure
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """Allocate an array and return its address, or 0 for an empty array.
+        """Allocate an uninitialized array and return its address, or 0 if it has no elements.
 
         Raises MemoryError with the sizes if the array does not fit.
         """
@@ -209,7 +213,10 @@ class DeviceMemory:
         return self.allocate(size, f"an array of shape {shape} and dtype {np.dtype(dtype)}")
 
     def allocate(self, size: int, what: str = "the workspace of a call") -> int:
-        """Allocate ``size`` bytes and return their address, or 0 if ``size`` is 0."""
+        """Allocate ``size`` bytes and return their address, or 0 if ``size`` is 0.
+
+        Raises MemoryError if they do not fit. In its message, ``what`` says what the bytes are for.
+        """
         if size == 0:
             return 0
         status, address = driver.cuMemAllocFromPoolAsync(size, self.device.pool, self.stream)
@@ -227,11 +234,11 @@ class DeviceMemory:
         return address
 
     def empty_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
-        """Allocate an uninitialized contiguous array."""
+        """Allocate an uninitialized contiguous array of ``shape`` and ``dtype``."""
         return DeviceArray(self.empty(shape, dtype), shape, contiguous(shape), dtype)
 
     def put(self, array: NDArray[Any]) -> int:
-        """Copy ``array`` to contiguous memory of the device, and return the address."""
+        """Copy ``array`` to contiguous memory of the device and return its address."""
         array = np.ascontiguousarray(array)
         address = self.empty(array.shape, array.dtype)
         if array.nbytes:
@@ -239,7 +246,7 @@ class DeviceMemory:
         return address
 
     def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return a copy of the contiguous array at ``address``, after synchronizing the stream."""
+        """Synchronize the stream and return a copy of the contiguous array at ``address``."""
         array = np.empty(shape, dtype)
         if array.nbytes:
             call(driver.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self.stream)
@@ -247,7 +254,10 @@ class DeviceMemory:
         return array
 
     def launch(self, launch: Launch, function: Any, parameters: Packed, first: int) -> None:
-        """Launch ``function`` on the stream; its parameters begin at slot ``first``."""
+        """Launch the driver's ``function`` on the stream, with the sizes of ``launch``.
+
+        Its parameters are in the slots of ``parameters`` from ``first`` on.
+        """
         grid, at = launch.grid, parameters.address + 8 * first
         (status,) = driver.cuLaunchKernel(
             function, grid[0], grid[1], grid[2], launch.threads, 1, 1, launch.shared, self.stream,
@@ -258,7 +268,11 @@ class DeviceMemory:
 
 
 class Constant:
-    """Constant bytes on a device, freed some time after the last reference is dropped."""
+    """Read-only bytes in a device's memory.
+
+    After the last reference is dropped, the bytes are freed together with those of other constants,
+    once ``MOST_UNUSED`` constants are unused.
+    """
 
     unused: ClassVar[dict[int, list[int]]] = {}  # addresses, by the ordinal of their device
 
@@ -275,7 +289,7 @@ _constants: dict[tuple[int, bytes], Constant] = {}
 
 
 def constant(device: Device, content: bytes) -> Constant:
-    """Return ``content`` as a constant on the device, copied there unless it is cached."""
+    """Return a ``Constant`` with ``content`` on ``device``, from the cache if it is there."""
     key = device.ordinal, content
     found = _constants.get(key)
     if found is None:
@@ -298,7 +312,7 @@ def _uploaded(device: Device, content: bytes) -> int:
 
 @contextmanager
 def _beside_captures() -> Iterator[None]:
-    """Let this thread's calls not invalidate a graph that another thread captures."""
+    """Prevent this thread's calls from invalidating a graph that another thread captures."""
     before = call(driver.cuThreadExchangeStreamCaptureMode, RELAXED)
     try:
         yield
@@ -338,7 +352,7 @@ def check_grid(launch: Launch) -> None:
 
 
 class LoadedKernel(NamedTuple):
-    """A kernel in a device's memory, and the layout of its parameters."""
+    """A kernel loaded into a device's memory, and the layout of its parameters."""
 
     function: Any
     layout: struct.Struct
@@ -353,9 +367,9 @@ _lock = RLock()
 
 
 def loaded_kernel(launch: Launch, device: Device) -> LoadedKernel:
-    """Return the kernel of ``launch``, compiled and loaded on first use."""
+    """Return the kernel of ``launch`` on ``device``; compile and load it on first use."""
     # The key lacks the signature: each function has one, and hashing numba's types takes 20 µs.
-    key = device.ordinal, launch.threads, launch.shared, launch.registers
+    key = device.ordinal, launch.threads, launch.shared, launch.blocks
     loaded = _kernels.setdefault(launch.function, {})
     if key not in loaded:
         with _lock:
@@ -407,7 +421,7 @@ def _refusal(status: Any, device: Device) -> DeviceError:
 
 
 def layout(signature: tuple[Any, ...]) -> struct.Struct:
-    """Return the layout of a kernel's parameters, with a slot of eight bytes for each."""
+    """Return the layout of a kernel's parameters, in slots of eight bytes."""
     return struct.Struct("<" + "".join(_formats(signature)))
 
 

@@ -1,4 +1,4 @@
-"""Describe a kernel's launch: what the linker, the driver and the tests' emulator need of it."""
+"""Describe a kernel and its launch, for the linker, the driver and the emulator in tests."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -9,14 +9,14 @@ from minimha.kernels.cuda.arguments import PLACEHOLDERS
 
 
 class Launch(NamedTuple):
-    """A kernel that is ready to be compiled and launched."""
+    """A kernel's Python function, the types of its arguments, and the sizes of its launch."""
 
     function: Callable[..., None]  # it captures block sizes and options as constants
     signature: tuple[Any, ...]  # numba types
     grid: tuple[int, int, int]  # thread blocks
     threads: int  # per block
     shared: int = 0  # bytes of dynamic shared memory per block
-    registers: int | None = None  # the most that one thread may use at first; None is no limit
+    blocks: int = 1  # that a multiprocessor must be able to run at once, which limits registers
     is_arch_specific: bool = False  # whether it is for one architecture only: sm_90a, not sm_90
 
 
@@ -25,7 +25,7 @@ Scratch = Callable[[tuple[int, ...]], int]  # the address of float32 memory of t
 
 
 def launches_of(rung: str, problem: Problem) -> list[Launch]:
-    """Return the launches of ``rung`` for ``problem``, without arrays, only for compiling."""
+    """Return the launches of the kernel ``rung`` for ``problem``, to be compiled, not started."""
     launches = import_module(f"minimha.kernels.{rung}").launches
     return [launch for launch, _ in launches(problem, PLACEHOLDERS, lambda shape: 0)]
 

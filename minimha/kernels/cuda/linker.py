@@ -1,8 +1,9 @@
-"""Compile a kernel to machine code, without a GPU or a driver: numba's compiler, then nvJitLink.
+"""Compile a kernel to machine code with numba and nvJitLink, without a GPU or a driver.
 
-The compiler writes LTO-IR, an intermediate representation, for link time optimization. nvJitLink
-makes a whole program of it. Of PTX nvJitLink makes code to be linked with other code, as
-``ptxas -c`` does: that ignores ``setmaxnreg`` and serializes ``wgmma``.
+numba compiles the kernel to LTO-IR, the representation for link time optimization, and nvJitLink
+compiles this to a whole program. From PTX, nvJitLink compiles code to be linked with other code, as
+``ptxas -c`` does. Such code ignores ``setmaxnreg`` and serializes ``wgmma``, so PTX is assembled
+only for architectures after ``NEWEST``.
 
 Reference: NVIDIA, "nvJitLink", sections on compatibility and on link time optimization.
 """
@@ -22,7 +23,7 @@ NEWEST = (9, 0)
 
 
 class MachineCode(NamedTuple):
-    """The ``name`` and the machine ``code`` of a kernel, and what the assembler reports."""
+    """A kernel's name, its machine code, and the report of the assembler."""
 
     name: str
     code: bytes
@@ -30,18 +31,18 @@ class MachineCode(NamedTuple):
 
 
 class Intermediate(NamedTuple):
-    """A kernel's LTO-IR for ``arch``, and the most ``registers`` of a thread or None.
+    """A kernel's LTO-IR for the architecture ``arch``, such as "sm_90".
 
-    ``newer`` is an architecture after ``NEWEST``, for which the PTX for ``arch`` is assembled.
+    If ``newer`` is given, it is an architecture after ``NEWEST``. The machine code is then for
+    ``newer``, assembled from PTX for ``arch``.
     """
 
     code: bytes
     arch: str
-    registers: int | None
     newer: str | None = None
 
     def machine_code(self) -> MachineCode:
-        """Return the kernel as a GPU executes it."""
+        """Return the kernel's name, its machine code, and the report of the assembler."""
         if self.newer is None:
             code, report = self._optimized("cubin")
         else:
@@ -52,7 +53,7 @@ class Intermediate(NamedTuple):
         return MachineCode(name.decode(), code, report)
 
     def ptx(self) -> str:
-        """Return the PTX that the linker would assemble."""
+        """Return the kernel's PTX, from which the linker assembles machine code."""
         return self._optimized("ptx", ptx=True)[0].rstrip(b"\0").decode()
 
     def _optimized(self, kind: str, **how: Any) -> tuple[bytes, str]:
@@ -60,16 +61,16 @@ class Intermediate(NamedTuple):
         return self._linked(source, kind, arch=self.arch, link_time_optimization=True, **how)
 
     def _linked(self, source: ObjectCode, kind: str, **how: Any) -> tuple[bytes, str]:
-        options = LinkerOptions(max_register_count=self.registers, verbose=True, **how)
+        options = LinkerOptions(verbose=True, **how)
         linker = Linker(source, options=options)
         return bytes(linker.link(kind).code), str(linker.get_info_log())
 
 
 def compiled(launch: Launch, cc: tuple[int, int] = (9, 0)) -> Intermediate:
-    """Return the kernel of ``launch`` for compute capability ``cc``."""
-    how = {"device": False, "abi": "numba", "launch_bounds": (launch.threads, 1)}
+    """Compile the kernel of ``launch`` to LTO-IR for compute capability ``cc``."""
+    how = {"device": False, "abi": "numba", "launch_bounds": (launch.threads, launch.blocks)}
     target = (*cc, "a") if launch.is_arch_specific else min(cc, NEWEST)
     run = partial(cuda.compile, launch.function, launch.signature, cc=target, **how)
     code, _ = in_another_thread(partial(run, output="ltoir"))
     newer = arch_of(launch, cc) if cc > NEWEST else None
-    return Intermediate(bytes(code), arch_of(launch, min(cc, NEWEST)), launch.registers, newer)
+    return Intermediate(bytes(code), arch_of(launch, min(cc, NEWEST)), newer)

@@ -2,15 +2,15 @@
 
 An intrinsic is one PTX instruction and has its name: ``ld.global.nc.v4.f32`` becomes
 ``ld_global_nc_v4_f32(address)``. ``instruction`` creates intrinsics: LLVM pastes the text into the
-program, where ``$0, $1, …`` are first the results, then the operands. Several results are a tuple
-of registers, which exists only while compiling.
+program, where ``$0, $1, …`` are first the results, then the operands. An intrinsic with several
+results returns a tuple, which exists only while compiling: each item is a register.
 
-Addresses are integers: 64 bits for global memory, and 32 bits for shared memory, in bytes from the
-start of the block's window (``shared_address``). A vector access (v2, v4) needs an address that is
-a multiple of its size.
+Addresses are integers. They have 64 bits for global memory. For shared memory they have 32 bits and
+count bytes from the start of the block's window (``shared_address``). A vector access (v2, v4)
+needs an address that is a multiple of its size.
 
-A register holds one 16-bit number in its lower half, or a pair. The lower half of a pair is the
-number with the lower column or address.
+A register of 32 bits holds two 16-bit numbers, or one in its lower half. Of two numbers, the one
+with the lower column or address is in the lower half.
 
 NVIDIA, "PTX ISA", version 9.0: https://docs.nvidia.com/cuda/parallel-thread-execution. Numbers in
 the comments are its sections.
@@ -41,12 +41,13 @@ def instruction(
     has_effects: bool = False,
     is_collective: bool = False,
 ) -> Any:
-    """Return an intrinsic for one PTX instruction; ``$0, $1, …`` are results, then operands.
+    """Return an intrinsic, a function for CUDA kernels that executes one PTX instruction.
 
-    Arguments are converted to the operands' types. An instruction ``has_effects`` if it writes
-    memory, or reads memory that others write: the compiler does not remove such instructions or
-    change their order. An instruction ``is_collective`` if all threads of a warp execute it
-    together: the compiler does not move such instructions into or out of a branch.
+    In ``text``, ``$0, $1, …`` are first the results, then the operands. Arguments are converted to
+    the operands' types. Set ``has_effects`` for an instruction that writes memory, or reads memory
+    that others write: the compiler does not remove such instructions or change their order. Set
+    ``is_collective`` if all threads of a warp execute the instruction together: the compiler does
+    not move such instructions into or out of a branch.
     """
     paste = _paste(text, results, operands, has_effects, is_collective)
     if len(results) > 1:
@@ -209,13 +210,20 @@ cvt_f32_f16 = instruction("cvt.f32.f16 $0, $1;", (f32,), (u16,))
 # computed where the program says, not ahead of a loop, which would keep them in registers.
 optimization_barrier = instruction("mov.b32 $0, $1;", (i32,), (i32,), has_effects=True)
 
-# 9.7.9, cp.async: copy 16 bytes from global to shared memory, bypassing registers and L1 cache.
-# (shared address: u32, global address: u64, bytes: u32), both aligned to 16 bytes. The first
-# ``bytes`` of the 16 are read and the others become 0. After a wait for its group, the copy is
-# visible to the waiting thread; after a barrier, to other threads.
-cp_async_16 = instruction(
-    "cp.async.cg.shared.global [$0], [$1], 16, $2;", (), (u32, u64, u32), has_effects=True
-)
+
+def cp_async(size: int) -> Any:
+    """Return an intrinsic that copies 4, 8 or 16 bytes from global to shared memory.
+
+    Section 9.7.9. The arguments are the shared address (u32), the global address (u64), both
+    multiples of ``size``, and a number of bytes (u32). That many bytes are read, and the rest of
+    the ``size`` bytes becomes 0. The copy bypasses registers. After a wait for its group, the
+    waiting thread sees it; after a later barrier, other threads do.
+    """
+    cache = "cg" if size == 16 else "ca"  # cg, which bypasses the L1 cache too, copies 16 bytes
+    text = f"cp.async.{cache}.shared.global [$0], [$1], {size}, $2;"
+    return instruction(text, (), (u32, u64, u32), has_effects=True)
+
+
 cp_async_commit_group = instruction("cp.async.commit_group;", has_effects=True)
 
 
@@ -325,13 +333,16 @@ mbarrier_try_wait = instruction(
 
 
 def setmaxnreg(direction: str, count: int) -> Any:
-    """Return an intrinsic after which each thread has ``count`` registers; "inc" waits for them."""
+    """Return an intrinsic that changes the number of registers of each thread to ``count``.
+
+    ``direction`` is "dec" to give registers back, or "inc" to wait until enough are free.
+    """
     text = f"setmaxnreg.{direction}.sync.aligned.u32 {count};"
     return instruction(text, has_effects=True, is_collective=True)
 
 
 def bar_sync(number: int, threads: int) -> Any:
-    """Return an intrinsic that waits for ``threads`` threads at barrier ``number``, 1 to 15."""
+    """Return an intrinsic that waits for ``threads`` threads at the barrier ``number``, 1 to 15."""
     return instruction(f"bar.sync {number}, {threads};", has_effects=True, is_collective=True)
 
 
@@ -351,10 +362,10 @@ def _first_items(context: Any, builder: Any, array: Any, D: Any, count: int) -> 
 
 
 def wgmma_wait_group(pending: int, count: int) -> Any:
-    """Return an intrinsic of D that waits for all but the last ``pending`` groups of ``wgmma``.
+    """Return an intrinsic that waits for all but the last ``pending`` groups of ``wgmma``.
 
-    One of the completed groups writes D, a local array of ``count`` float32. D is an operand so
-    that the compiler does not access D earlier.
+    Its argument D is a local array of ``count`` float32, which one of the completed groups writes.
+    As D is an operand, the compiler does not access D earlier.
     """
     numbers = (f32,) * count
     paste = _paste(
@@ -383,7 +394,7 @@ def _store_all(builder: Any, numbers: list[Any], places: list[Any]) -> None:
 
 
 def _wgmma_group(products: list[str]) -> str:
-    """Return a group of ``wgmma`` as one text, so that no other code accesses their registers.
+    """Join ``wgmma`` instructions to one text, so that no other code accesses their registers.
 
     The fence orders the group after earlier accesses. In ``products`` %no and %yes are predicates,
     %a and %b descriptors.
@@ -403,10 +414,11 @@ def _wgmma_group(products: list[str]) -> str:
 
 
 def wgmma_shared(dtype: str, N: int, steps: list[tuple[int, int]]) -> Any:
-    """Return an intrinsic of D, a and b that starts D = A B, summed over ``steps``.
+    """Return an intrinsic that starts D = A B on the tensor cores, with A and B in shared memory.
 
-    A step (x, y) reads A at descriptor a + x and B at b + y. Rows of 16 numbers are contiguous in A
-    and in the transpose of B. D is a local array of float32.
+    Its arguments are D, a local array of float32, and the descriptors a and b of A and B. B and D
+    have N columns. The product is a sum over ``steps``: step (x, y) reads A at descriptor a + x and
+    B at b + y. Rows of 16 numbers are contiguous in A and in the transpose of B.
     """
     count = N // 2
     D, a, b = _registers(0, count), f"${count}", f"${count + 1}"
@@ -430,10 +442,11 @@ def wgmma_shared(dtype: str, N: int, steps: list[tuple[int, int]]) -> Any:
 
 
 def wgmma_registers(dtype: str, N: int, steps: list[int]) -> Any:
-    """Return an intrinsic of D, A and b that starts D = A B + D, summed over ``steps``.
+    """Return an intrinsic that starts D = A B + D on the tensor cores, with A in registers.
 
-    A step x reads B at descriptor b + x, in contiguous rows of N numbers, and four items of A, a
-    local array of uint32. D is a local array of float32.
+    Its arguments are D and A, local arrays of float32 and uint32, and the descriptor b of B, which
+    is in shared memory. The product is a sum over ``steps``. Step x reads four items of A, and B at
+    descriptor b + x, in contiguous rows of N numbers.
     """
     count, words = N // 2, 4 * len(steps)
     D, numbers, b = _registers(0, count), (f32,) * count, f"${N + words}"
@@ -465,7 +478,7 @@ def _wgmma(dtype: str, N: int) -> str:
 
 @intrinsic
 def shared_address(context, array):
-    """Return the 32-bit address of a shared array's first item, inside the window of its block."""
+    """Return the 32-bit address of a shared array within the shared memory of its block."""
 
     def generate(context, builder, signature, values):
         first = context.make_array(signature.args[0])(context, builder, values[0]).data

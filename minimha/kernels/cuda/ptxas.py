@@ -1,6 +1,7 @@
-"""Compile the CUDA kernels without GPU or driver, and say what ptxas reports of them.
+"""Compile the CUDA kernels without a GPU or a driver, and count registers, spills and instructions.
 
-ptxas, NVIDIA's assembler, is a part of nvJitLink: this is the machine code that would be launched.
+ptxas, NVIDIA's assembler, is a part of nvJitLink, which also compiles the kernels that run on a
+GPU. So the machine code is the same.
 
 References: NVIDIA, "PTX ISA"; "CUDA Compiler Driver NVCC", section on ptxas; "CUDA Binary
 Utilities", section on nvdisasm.
@@ -44,11 +45,12 @@ WARNING = re.compile(r"^ptxas (?:warning|info\s*: \(C\d+\))", re.MULTILINE)  # i
 class Assembled(NamedTuple):
     """Statistics of one kernel for one architecture, dtype and head width.
 
-    ptxas reports ``registers`` per thread, ``stack`` and ``spill`` in bytes, and how many
-    ``warnings``. ``local``, ``mma``, ``ldmatrix`` and ``cp_async`` count them in the PTX. Of a
-    whole tile, ``per_product`` is the number of machine instructions per product on the tensor
-    cores, and ``tile_local`` counts loads and stores of spilled registers; both are None without
-    tensor cores. ``all_local`` counts them in all code. These three are None without nvdisasm.
+    ptxas reports ``registers`` per thread, bytes of ``stack`` and ``spill``, and the number of
+    ``warnings``. ``local``, ``mma``, ``ldmatrix`` and ``cp_async`` count these words in the PTX.
+    ``per_product``, ``tile_local`` and ``all_local`` come from the machine code and are None
+    without nvdisasm. ``per_product`` is the number of instructions in a whole tile per product on
+    the tensor cores, or None without such products. ``tile_local`` counts loads and stores of
+    spilled registers in that tile, and ``all_local`` counts them in all code.
     """
 
     rung: str
@@ -71,7 +73,7 @@ class Assembled(NamedTuple):
 
 @cache
 def nvdisasm() -> str | None:
-    """Return the path of nvdisasm, from PATH or NVIDIA's Python packages, or None."""
+    """Return the path of nvdisasm, NVIDIA's disassembler, or None if it is not installed."""
     found = shutil.which("nvdisasm")
     spec = None if found else find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
@@ -81,7 +83,7 @@ def nvdisasm() -> str | None:
 
 
 def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled]:
-    """Yield statistics of every kernel of ``rungs``, for every architecture, dtype and width."""
+    """Yield the statistics of each kernel of ``rungs`` for each architecture, dtype and width."""
     for rung in rungs:
         for head_dim in HEAD_DIMS:
             for dtype, launch in _kernels(rung, head_dim):
@@ -94,7 +96,10 @@ def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled
 
 
 def archs_of(launch: Launch) -> dict[str, tuple[int, int]]:
-    """Return the architectures for which to compile a kernel: ``ARCHS``, or only sm_90a."""
+    """Return the architectures for which to compile a kernel, with their compute capabilities.
+
+    They are ``ARCHS``, or only sm_90a if the kernel is for one architecture.
+    """
     return {"sm_90a": (9, 0)} if launch.is_arch_specific else ARCHS
 
 
@@ -118,7 +123,11 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
 
 
 def statistics(kernel: MachineCode) -> dict[str, Any]:
-    """Map ``IN_REPORT``, "warnings" and ``IN_CODE``, which is None without nvdisasm, to numbers."""
+    """Return the statistics of a kernel's machine code by name.
+
+    The names are those of ``IN_REPORT``, "warnings" and those of ``IN_CODE``. Without nvdisasm,
+    values of ``IN_CODE`` are None.
+    """
     report = kernel.report
     found = {name: sum(map(int, re.findall(p, report))) for name, p in IN_REPORT.items()}
     return found | {"warnings": len(WARNING.findall(report))} | _in_code(listing(kernel))
@@ -141,9 +150,8 @@ def _in_code(text: str) -> dict[str, Any]:
         return dict.fromkeys(IN_CODE)
     instructions = sass.parse(text)
     tile = sass.whole_tile(instructions)
-    of_tile = (round(sass.per_product(tile), 2), _local(tile)) if tile else (None, None)
     every = _local([one.name for one in instructions])
-    return dict(zip(IN_CODE, (*of_tile, every), strict=True))
+    return dict(zip(IN_CODE, (sass.per_product(tile), _local(tile), every), strict=True))
 
 
 def _local(names: list[str]) -> int:

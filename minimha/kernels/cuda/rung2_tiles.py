@@ -1,4 +1,4 @@
-"""CUDA rung 2, tiles: one thread block per B_r queries reads B_c keys and values at a time.
+"""CUDA rung 2, tiles: each thread block shares tiles of keys and values in shared memory.
 
 What changed from rung 1: the threads of a block copy keys and values into shared memory together,
 then each thread reads them there for its query. A row is rescaled once per tile instead of once per
@@ -18,10 +18,10 @@ A thread's registers hold at most ``WIDE`` bytes each of Q_i and of O_i. Wider q
 read one part at a time, each part adding its products to the scores of the tile. A wider O_i is
 computed in parts, as in rung 1, and the scores are recomputed for every part.
 
-Launch: B_r = ``B_R`` threads per block; B_c is ``B_C``. The grid has all B · H · ⌈Lq / B_r⌉ row
-blocks along x and the parts of O_i along y.
+Launch: a block has B_r = ``B_R`` threads, one per query, and reads B_c = ``B_C`` keys at a time.
+The grid has all B · H · ⌈Lq / B_r⌉ row blocks along x and the parts of O_i along y.
 
-Not measured: no GPU yet. Estimate: 6 to 12 TFLOP/s on an H200.
+Measured: 3.3 TFLOP/s, 4.8 × rung 1 (4 × 4 heads, 1024 tokens, width 64, float32; H200, 2026-11-26).
 """
 
 import math
@@ -29,11 +29,12 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from numba import cuda
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import functions
-from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
+from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts, refused
 from minimha.kernels.cuda.functions import KEPT, DeviceFunction
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device
@@ -44,12 +45,12 @@ WIDE = 256
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return None, because this kernel accepts every problem."""
-    return None
+    """Return why this kernel cannot compute ``problem``, or None if it can."""
+    return refused(problem)
 
 
 def launches(problem: Problem, arguments: Arrays, scratch: Scratch) -> Launches:
-    """Return the one launch, which needs no scratch memory."""
+    """Return the launch that computes ``problem``; it needs no scratch memory."""
     B, H, Lq, D = problem.q.shape
     real: Any = problem.compute.type
     widest = WIDE // problem.compute.itemsize
@@ -68,7 +69,7 @@ def kernel(
     score_mod: DeviceFunction | None = None,
     mask_mod: DeviceFunction | None = None,
 ) -> Callable[..., None]:
-    """Return the kernel for ``depth`` columns of Q_i and ``columns`` of O_i, of type ``real``."""
+    """Return the kernel whose threads keep ``depth`` columns of Q_i and ``columns`` of O_i."""
     lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
     modified, is_pair_visible = functions.modifying(score_mod), functions.masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None
@@ -89,21 +90,22 @@ def kernel(
         Q_i = cuda.local.array(depth, real)
         O_i = cuda.local.array(size, real)
         row_blocks = (Lq + B_R - 1) // B_R
-        r = cuda.threadIdx.x
-        block = cuda.blockIdx.x
-        i0, h, b = block % row_blocks * B_R, block // row_blocks % H, block // row_blocks // H
-        i_stop = min(i0 + B_R, Lq)
-        i = min(i0 + r, i_stop - 1)  # threads beyond the last row compute it too
-        kv, head = h // (H // k.shape[1]), masks.head_of(o, b, h)
+        # What lasts beyond a tile has 32 bits, which leaves registers for Q_i and O_i.
+        r = np.int32(cuda.threadIdx.x)
+        of_head, block = cuda.blockIdx.x // row_blocks, cuda.blockIdx.x % row_blocks
+        i0, h, b = np.int32(block * B_R), np.int32(of_head % H), np.int32(of_head // H)
+        i_stop = np.int32(min(i0 + B_R, Lq))
+        i = np.int32(min(i0 + r, i_stop - 1))  # threads beyond the last row compute it too
+        kv, head = np.int32(h // (H // k.shape[1])), masks.head_of(o, b, h)
         # The last part is as wide as the others and may overlap the previous one.
-        first = min(cuda.blockIdx.y * columns, v.shape[3] - columns)
+        first = np.int32(min(cuda.blockIdx.y * columns, v.shape[3] - columns))
         for d in range(columns):
             O_i[d] = real(0)
         m = o.sinks[h]  # line 5
         l = real(0) if m == lowest else real(1)
         start, stop = masks.key_range(i0, i_stop, head.offset, head.left, head.right, head.length)
         for j0 in range(start, stop, B_C):  # line 6
-            n = min(B_C, stop - j0)
+            n = np.int32(min(B_C, stop - j0))
             for j in range(n):
                 S[j, r] = real(0)
             for d0 in range(0, D, depth):

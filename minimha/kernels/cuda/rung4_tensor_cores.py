@@ -4,10 +4,10 @@ What changed from rung 3: a warp multiplies a (16, 16) by a (16, 8) matrix with 
 warp owns 16 or 32 rows of Q_i. Their S_ij, P_ij, m_i, l_i and O_i stay in its registers for all
 keys: S_ij, packed in pairs, has the layout that ``mma`` expects of P_ij. Shared memory holds Q_i
 and two tiles each of K and V. While the warps multiply one tile, ``cp.async`` copies the next,
-bypassing registers; one barrier per tile separates the two. ``ldmatrix`` reads a column of eight
-rows at a time, which would be in the same banks. So the 16-byte chunks of a row are swizzled: a
-chunk's index is XORed with the row's. A lane computes the address of its first chunk. The other
-addresses follow by an exclusive or and an immediate.
+bypassing registers. One barrier per tile separates copies from products. ``ldmatrix`` reads the
+same 16-byte chunk of eight rows at a time, and these chunks would be in the same banks. So the
+chunks of a row are swizzled: a chunk's index is XORed with the row's. A lane computes the address
+of its first chunk. The other addresses follow by an exclusive or and an immediate.
 
 Why it should be faster: one instruction of a tensor core replaces 64 fused multiply-adds of a warp.
 Each number read from shared memory is used more often. No thread waits for the next tile's copy.
@@ -16,12 +16,14 @@ Tiles in which no query of the block sees a key are skipped, and full tiles, whi
 are not masked. In partial tiles scores are masked one by one, and nonfinite values are handled
 separately (``parts/nonfinite.py``), at the cost of two more products.
 
-Rows of q, k, v and O must begin at multiples of 16 bytes.
+Rows of q, k, v and O have the same even width; other rows are first copied and padded. ``cp.async``
+copies 16 bytes, or 8 or 4 if rows do not begin at multiples of 16. In shared memory, columns of 0
+follow up to a multiple of 16.
 
 Dao, "FlashAttention-2", 2023, Algorithm 1, whose lines are named below.
 
-Not measured: no GPU yet. Estimate: 310 to 350 TFLOP/s on an H200, from 5.2 instructions per
-mma for heads 64 wide, 3.8 for 128 (FlashAttention-2: 4.4 and 3.5).
+Measured: 304 TFLOP/s for heads 64 wide, 354 for 128 (4 × 16 heads, 4096 tokens, bfloat16; H200,
+2026-11-26): 0.99 × FlashAttention-2 in torch 2.11. Instructions per mma: 5.3 and 3.8 (4.4 and 3.5).
 """
 
 import math
@@ -41,39 +43,46 @@ from minimha.kernels.cuda.parts import mask as masks
 from minimha.kernels.cuda.parts import online_softmax as softmax
 from minimha.kernels.cuda.parts.rows import block_of, row_address
 
+ROW_UNIT = 4  # bytes, of which rows in memory are a multiple: see ``row_width``
 WARPS = 4
 THREADS = 32 * WARPS
 wait_for_all = ptx.cp_async_wait_group(0)
 
 
 class Variant(NamedTuple):
-    """The constants for which a kernel is compiled; ``is_plain`` if scores are only scaled."""
+    """The constants of a compiled kernel; ``is_plain`` means that scores are only scaled.
+
+    Rows have ``stored`` numbers in global memory (``row_width``), and ``width`` in shared memory.
+    If ``B_c`` is not 0, it replaces the default of ``blocks``.
+    """
 
     width: int
     dtype: str
     is_plain: bool
     options: masks.ScoreOptions
+    stored: int
+    B_c: int = 0
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this kernel does not support ``problem``, or None."""
+    """Return why this kernel cannot compute ``problem``, or None if it can."""
     if problem.dtype.name not in fragments.FORMATS:
         return f"tensor cores take float16 and bfloat16 here, and q, k, v are {problem.dtype}"
-    return functions.refused(problem) or kernel_arguments.too_wide(problem)
+    reason = kernel_arguments.refused(problem) or functions.refused(problem)
+    return reason or kernel_arguments.too_wide(problem)
 
 
 def blocks(made_for: Variant) -> tuple[int, int]:
     """Return B_r queries and B_c keys per tile that fit 255 registers and 99 KB of shared memory.
 
-    S_ij and O_i take (B_c + W) · B_r / 64 registers for heads of width W. Options that change or
-    hide single scores need extra registers. So does a width of 112, whose 14 chunks per row are
-    uneven for 128 threads.
+    S_ij and O_i take (B_c + W) · B_r / 64 registers of a thread (W: head width). Options that
+    change or hide single scores need extra registers.
     """
-    width, _, is_plain, options = made_for
-    is_tight = options.has_mask or not is_plain or width == 112
+    width, _, is_plain, options, _, B_c = made_for
+    is_tight = options.has_mask or not is_plain
     if width > 128:
-        return 64, 16 if is_tight else 32
-    return 64 if is_tight and width > 64 else 128, 32 if is_tight else 64
+        return 64, B_c or (16 if is_tight else 32)
+    return 64 if is_tight and width > 64 else 128, B_c or (32 if is_tight else 64)
 
 
 def shared_bytes(made_for: Variant) -> int:
@@ -82,32 +91,45 @@ def shared_bytes(made_for: Variant) -> int:
     return (B_r + 4 * B_c) * made_for.width * 2
 
 
-def variant(problem: Problem) -> Variant:
-    """Return the constants of the kernel for ``problem``."""
+def variant(problem: Problem, B_c: int = 0) -> Variant:
+    """Return the constants with which the kernel for ``problem`` is compiled.
+
+    ``B_c`` is the number of keys per tile; 0 stands for the default of ``blocks``.
+    """
     options = masks.ScoreOptions.of(problem)
     # The largest product is the largest score only if the scale is positive.
     is_positive = problem.scale >= float(np.finfo(np.float32).tiny)
     is_plain = is_positive and not options.change_scores
-    return Variant(kernel_arguments.padded_width(problem), problem.dtype.name, is_plain, options)
+    width = kernel_arguments.padded_width(problem)
+    stored = kernel_arguments.row_width(problem, ROW_UNIT)
+    return Variant(width, problem.dtype.name, is_plain, options, stored, B_c)
 
 
-def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: Scratch) -> Launches:
-    """Return one launch, with one thread block per B_r queries of a head; none without queries."""
-    kernel_arguments.check_alignment(arguments, 2)
+def launches(
+    problem: Problem, arguments: kernel_arguments.Arguments, scratch: Scratch, B_c: int = 0
+) -> Launches:
+    """Return the launch that computes ``problem``, or no launch if there is no query.
+
+    There is one thread block per B_r queries of a head. ``B_c`` (16, 32 or 64) replaces the default
+    number of keys per tile, 64 in most cases. With 32, two blocks of heads 128 wide fit into a
+    multiprocessor of sm_80, where nobody has measured them; on an H200 they are 14 % slower.
+    """
+    made_for = variant(problem, B_c)
+    kernel_arguments.check_alignment(arguments, made_for.stored, 2)
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
         return []
-    made_for = variant(problem)
     grid = (-(-Lq // blocks(made_for)[0]) * H * B, 1, 1)
     function, shared = kernel(made_for), shared_bytes(made_for)
-    launch = Launch(function, kernel_arguments.ADDRESSES, grid, THREADS, shared, registers=255)
+    launch = Launch(function, kernel_arguments.ADDRESSES, grid, THREADS, shared)
     return [(launch, arguments)]
 
 
 def epilogue(tiles: fragments.MmaTiles, is_plain: bool) -> Any:
-    """Return a device function that stores L_i and O_i / l_i (Algorithm 1, lines 12 and 13).
+    """Return a device function that computes L_i and O_i / l_i (Algorithm 1, lines 12 and 13).
 
-    O_i / l_i takes the place of Q_i in shared memory.
+    L_i goes to global memory. O_i / l_i replaces Q_i in shared memory. If ``is_plain``, scores are
+    only scaled, and m_i still lacks the scale.
     """
     M, chunks, pack = tiles.M, tiles.chunks, fragments.FORMATS[tiles.dtype].pack
     total = softmax.sum_over(1, 2)
@@ -136,16 +158,20 @@ def epilogue(tiles: fragments.MmaTiles, is_plain: bool) -> Any:
 
 @cache
 def kernel(made_for: Variant) -> Callable[..., None]:
-    """Return the kernel for a width, a dtype and a set of options."""
-    W, dtype, is_plain, options = made_for
+    """Return the kernel for the width, the dtype and the options in ``made_for``."""
+    W, dtype, is_plain, options, stored, _ = made_for
     B_r, B_c = blocks(made_for)
-    tiles = fragments.MmaTiles(W, dtype, B_r, B_c, WARPS)
+    tiles = fragments.MmaTiles(W, dtype, B_r, B_c, WARPS, stored)
     M = tiles.M
     S_size, O_size = 4 * M * tiles.N, 4 * M * tiles.chunks  # numbers of a thread
     step = np.int32(B_c)  # in 32 bits, like the numbers computed from j
     stage = B_c * W * 2  # bytes of a tile of K or V
     hides_keys, alignment = options.hide_keys, fragments.ALIGNMENT
-    block, place, first = block_of(B_r), fragments.lane_and_row(tiles), fragments.first_chunk(tiles)
+    block, place, first = (
+        block_of(B_r, 4 * stored),
+        fragments.lane_and_row(tiles),
+        fragments.first_chunk(tiles),
+    )
     prefetch, store = fragments.prefetch_tile(tiles), fragments.store_tile(tiles)
     multiply_keys, multiply_values = fragments.mma_keys(tiles), fragments.mma_values(tiles)
     visible_in = masks.visible_bits(tiles, options)

@@ -33,7 +33,7 @@ def test_a_later_call_finds_its_kernels(on_hopper, monkeypatch):
     assert named == list(kept)
     assert len(set(kept.values())) == len(kept) == 6
     assert named[:3] == [
-        "cuda.rung4_tensor_cores tensor_cores bfloat16 D=64",
+        "cuda.rung6_warpgroups wgmma bfloat16 D=64",
         "cuda.rung5_decode tensor_cores bfloat16 D=64 H/Hkv=1",
         "cuda.rung5_decode merge bfloat16 D=64 H/Hkv=1",
     ]

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -141,15 +141,20 @@ def test_what_no_other_process_could_recognise_is_not_kept(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_compiling_is_announced(tmp_path, monkeypatch, caplog):
+def test_compiling_is_announced_with_what_it_took_last_time(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(disk, "folders", lambda: [tmp_path])
     kernel = MachineCode("name", b"code", "no report")
     monkeypatch.setattr(linker.Intermediate, "machine_code", lambda self: kernel)
     launch = kernels_of("cuda.rung1_rows")[0]
-    for _ in range(2):
-        assert cubins.cubin(launch, (9, 0)) == ("name", b"code")
-    sentence = "minimha: compiling rung1_rows-rows-sm_90, some seconds, once on this machine"
-    assert caplog.messages == [sentence]
+    clock = iter([100, 112.3, 200, 202.6, 300, 301])  # seconds: before and after each compilation
+    monkeypatch.setattr(cubins, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    for how_long in ("some seconds", "12 s last time", "3 s last time"):
+        caplog.clear()
+        for _ in range(2):
+            assert cubins.cubin(launch, (9, 0)) == ("name", b"code")
+        sentence = "minimha: compiling rung1_rows-rows-sm_90, {}, once on this machine"
+        assert caplog.messages == [sentence.format(how_long)]
+        cubins.file(launch, (9, 0)).path().unlink()  # as after an update
 
 
 def no_toolkit(*given):

@@ -15,7 +15,7 @@ from test_backends import ALONE, small
 from minimha import attention, backends
 from minimha.equations import dense
 from minimha.equations.problem import Problem
-from minimha.kernels.ladder import CUDA_LADDER, IF_NAMED
+from minimha.kernels.ladder import CUDA_LADDER
 
 NO_GPU = backends()["cuda"]
 if NO_GPU:
@@ -37,8 +37,9 @@ ROUNDED = {"float16": 1e-3, "bfloat16": 8e-3}  # two units in the last place of 
 def on_rung(name, q, k, v, **given):
     """O and L from that rung, or a skip with the reason why it cannot take the problem."""
     problem = Problem.of(q, k, v, **given)
-    if name in IF_NAMED and gpu.current().cc != (9, 0):
-        pytest.skip(f"{name} is for GPUs of compute capability 9.0")
+    cc = gpu.current().cc
+    if cc != cuda.ONLY_ON.get(name, cc):
+        pytest.skip(f"{name} is for GPUs of another compute capability")
     module = cuda._module(name)
     if module.unsupported(problem) and problem.dtype != problem.compute:
         problem = cuda.widened(problem)

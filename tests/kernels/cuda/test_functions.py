@@ -7,6 +7,7 @@ That they compute what they say is tested in ``test_simulator.py`` (rungs 1 and 
 import functools
 import gc
 import weakref
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import numba
 
 from minimha.kernels.cuda import backend, linker, rung1_rows, rung4_tensor_cores, rung5_decode
 from minimha.kernels.cuda import functions as on_gpu
+from minimha.kernels.ladder import CUDA_LADDER
 
 HOPPER = backend.gpu.Device(0, (9, 0), 2, 227 << 10, None, 0)
 
@@ -60,6 +62,17 @@ def test_rungs_4_and_5_say_that_rung_3_takes_functions():
     for rung in (rung4_tensor_cores, rung5_decode):
         assert sentence in rung.unsupported(problem(np.float16, **both))
         assert rung.unsupported(problem(np.float16)) is None
+
+
+@pytest.mark.parametrize("name", CUDA_LADDER)
+def test_no_rung_takes_key_indices(name):
+    rung = import_module(f"minimha.kernels.{name}")
+    sentence = "GPU kernels read every key, so they take no key_indices: use backend 'cpu', or give"
+    picking = (problem(x, key_indices=np.zeros((40, 3), int)) for x in (np.float16, np.float32))
+    reasons = [rung.unsupported(one) for one in picking]  # one may be about the dtype
+    assert None not in reasons
+    assert any(sentence in reason for reason in reasons)
+    assert sentence in backend.unsupported(problem(np.float32, key_indices=np.zeros((40, 0), int)))
 
 
 def test_a_block_mask_counts_as_its_function():

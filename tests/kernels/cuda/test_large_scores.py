@@ -110,7 +110,7 @@ def test_rows_whose_scores_only_the_scale_makes_infinite_see_nothing(name, dtype
 
 def two_tiles(takes_fragments):
     """A kernel that updates 16 rows with two tiles of 16 keys, and writes weights and factors."""
-    tiles = MmaTiles(16, "bfloat16", 16, 16, 1)
+    tiles = MmaTiles(16, "bfloat16", 16, 16, 1, 16)
     fragments = online_softmax.update_fragments(tiles, True)
     scores = online_softmax.update_scores(tiles, True)
 

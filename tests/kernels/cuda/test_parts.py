@@ -201,3 +201,30 @@ def test_full_tiles_are_those_that_every_query_sees():
     ]
     assert any(expected)
     np.testing.assert_array_equal(execute(kernel, [0.0], 32, np.uint32), expected)
+
+
+@pytest.mark.parametrize("Lk", [0, 1000, 6000, 100_000])
+def test_blocks_of_the_heads_that_fit_into_the_cache_start_from_the_last_queries(Lk):
+    """Three batch entries of six heads over two; a key and its value have 1024 bytes."""
+    B, H, Hkv, Lq, B_r = 3, 6, 2, 300, 128
+    block = rows.block_of(B_r, 1024)
+
+    def kernel(to, o):
+        place = block(o)
+        for x in range(4):
+            at = to + uint64(16 * cuda.blockIdx.x + 4 * x)
+            instructions.st_global_u32(at, place[x])
+
+    memory, count = emulator.Arena(), B * H * 3
+    to = memory.put(np.zeros((count, 4), np.uint32))
+    o = arguments.Numbers(H, Hkv, Lq, Lk, 0, 0, 0, 0, 0, 0, 1.0, 0.0)
+    launch = Launch(kernel, (types.uint64, arguments.NUMBERS), (count, 1, 1), 32)
+    emulator.run(launch, (to, o), memory)
+    at_once = {0: 18, 1000: 18, 6000: 6, 100_000: 3}[Lk]  # heads, in groups of three
+    expected = [
+        (i_start, head % H, head // H, head % H // 3)
+        for first in range(0, B * H, at_once)
+        for i_start in (256, 128, 0)
+        for head in range(first, first + at_once)
+    ]
+    assert memory.get(to, (count, 4), np.uint32).tolist() == [list(x) for x in expected]

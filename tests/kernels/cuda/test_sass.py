@@ -44,8 +44,12 @@ def test_a_whole_tile_is_everything_but_what_masks():
     assert sass.per_product(names) == 7
 
 
-def test_without_tensor_cores_there_is_no_tile():
-    assert sass.whole_tile(sass.parse(LISTING.replace("HMMA", "FFMA"))) == []
+def test_without_tensor_cores_multiply_adds_make_the_tile():
+    names = sass.whole_tile(sass.parse(LISTING.replace("HMMA", "FFMA")))
+    assert names[5:9] == ["FSEL", "STL", "LDSM", "FFMA"]  # what masks counts, too
+    assert names[13] == "LDL"
+    assert sass.per_product(names) is None
+    assert sass.whole_tile(sass.parse(LISTING.replace("HMMA", "MOV"))) == []
     assert sass.whole_tile([]) == []
 
 

@@ -9,12 +9,17 @@ from typing import Any, NamedTuple
 from numba import cuda, float32, int32, types, uint32, uint64
 
 from minimha.kernels.cuda import ptx
+from minimha.kernels.cuda.arguments import row_alignment
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.rows import GLOBAL_U32, load_row, row_address
 
 
 class Format(NamedTuple):
-    """A 16-bit floating format: bits of infinity and of 1, and instructions for pairs."""
+    """A 16-bit floating format: the bits of infinity and of 1, and its instructions.
+
+    ``pack`` rounds two float32 to one register. ``mma`` takes registers, and ``mma_in`` takes local
+    arrays (``ptx.mma_f16``).
+    """
 
     infinity: int
     one: int
@@ -30,7 +35,7 @@ FORMATS = {
 
 
 def widen(dtype: str) -> Any:
-    """Return a device function that widens both 16-bit numbers of a register, lower half first."""
+    """Return a device function that converts a register's lower and upper number to float32."""
     is_float16 = dtype == "float16"
 
     @device
@@ -50,8 +55,10 @@ def widen(dtype: str) -> Any:
 class MmaTiles(NamedTuple):
     """The tile sizes of ``warps`` warps that multiply B_r queries by B_c keys.
 
-    Each warp owns 16 · ``M`` queries. S_ij is (M, ``N``) fragments of (16, 8) scores, and O_i is
-    (M, ``chunks``) fragments of (16, 8) columns. A lane holds four numbers of each fragment.
+    Each warp owns 16 · ``M`` queries. Its S_ij is (M, ``N``) fragments of (16, 8) scores, and its
+    O_i is (M, ``chunks``) fragments of 16 rows and 8 columns. A lane holds four numbers of each
+    fragment. Rows have ``stored`` columns in global memory. In shared memory they have ``width``
+    columns, of which those from ``stored`` on are 0.
     """
 
     width: int
@@ -59,6 +66,7 @@ class MmaTiles(NamedTuple):
     B_r: int
     B_c: int
     warps: int
+    stored: int
 
     @property
     def M(self) -> int:
@@ -78,9 +86,17 @@ class MmaTiles(NamedTuple):
         return 2 * self.width
 
     @property
+    def row_threads(self) -> int:
+        """Return the number of threads that copy a row.
+
+        It is ``chunks`` rounded up to a power of 2. The last threads may thus have no chunk.
+        """
+        return 1 << (self.chunks - 1).bit_length()
+
+    @property
     def rows_at_once(self) -> int:
         """Return the number of rows that the threads copy in one pass."""
-        return 32 * self.warps // self.chunks
+        return 32 * self.warps // self.row_threads
 
 
 ALIGNMENT = 512  # of a tile in shared memory, in bytes: the longest group of chunks
@@ -90,9 +106,10 @@ def swizzled(row: int, chunk: int, chunks: int) -> int:
     """Return the offset in bytes of a chunk of a row, in a tile of shared memory.
 
     Eight chunks are as wide as all banks. The same chunk of eight successive rows must be in eight
-    different bank groups. Let ``spread`` be the largest power of 2, at most 8, that divides the
-    number of chunks. Without the swizzle, a chunk's bank group repeats every 8 / spread rows. So
-    the chunk indices of later rows are XORed, which moves chunks within groups of ``spread``.
+    different bank groups. Let ``spread`` be the largest power of 2, at most 8, that divides
+    ``chunks``, the number of chunks per row. Without the swizzle, a chunk's bank group repeats
+    every 8 / spread rows. So chunk indices are XORed with row // (8 / spread), modulo ``spread``,
+    which exchanges chunks within groups of ``spread``.
 
     >>> [[swizzled(row, chunk, 4) // 16 % 8 for chunk in range(4)] for row in range(4)]
     [[0, 1, 2, 3], [4, 5, 6, 7], [1, 0, 3, 2], [5, 4, 7, 6]]
@@ -105,10 +122,12 @@ offset_in_tile = device(swizzled)
 
 
 def moved(place: int, d: int, chunks: int) -> int:
-    """Return the address of the chunk d chunks after ``place``, which is chunk 0 or 1 of its row.
+    """Return the address of the chunk that is d chunks after the chunk at ``place`` in its row.
 
-    d must be even. Within a group, a power of 2 of chunks, one exclusive or keeps the swizzle
-    right. Between groups, and between rows 16 apart, the distance is a constant of the load.
+    ``place`` must be the address of chunk 0 or 1, and d must be even. Rows consist of groups, whose
+    number of chunks is a power of 2. Within a group, the address follows by one exclusive or. From
+    group to group, and from a row to the row 16 further on, addresses differ by a constant, which
+    is the load's immediate offset.
 
     >>> [moved(swizzled(1, 0, 4), d, 4) == swizzled(1, d, 4) for d in (0, 2)]
     [True, True]
@@ -121,7 +140,7 @@ move = device(moved)
 
 
 def lane_and_row(tiles: MmaTiles) -> Any:
-    """Return a device function that finds the lane of thread t, and its warp's first row in Q_i."""
+    """Return a device function that finds the lane of thread t and the first row of its warp."""
     rows = 16 * tiles.M
 
     @device
@@ -133,30 +152,28 @@ def lane_and_row(tiles: MmaTiles) -> Any:
 
 
 def is_copied(tiles: MmaTiles) -> Any:
-    """Return a device function that tells whether thread t copies a chunk of ``row``.
+    """Return a device function that returns whether thread t copies a chunk of ``row``.
 
-    The last pass may have fewer rows, and some threads may have no chunk.
+    A thread copies nothing if ``row`` is not below ``rows``, the tile's number of rows, or if the
+    thread has no chunk (``MmaTiles.row_threads``).
     """
-    chunks, at_once = tiles.chunks, tiles.rows_at_once
-    is_even = 32 * tiles.warps % chunks == 0 and tiles.B_c % at_once == 0
+    chunks, threads = tiles.chunks, tiles.row_threads
+    is_even, is_long = chunks == threads, tiles.B_c % tiles.rows_at_once == 0
 
     @device
     def is_copied(t, row, rows):
-        return is_even or (t < at_once * chunks and row < rows)
+        return (is_even or uint32(t) % uint32(threads) < chunks) and (is_long or row < rows)
 
     return is_copied
 
 
 def row_and_chunk(tiles: MmaTiles) -> Any:
-    """Return a device function that finds the first row and the chunk that thread t copies.
-
-    The division is unsigned, so that it is a shift and a mask if the divisor is a power of 2.
-    """
-    chunks = tiles.chunks
+    """Return a device function that returns thread t's first row, and its chunk of each row."""
+    threads = tiles.row_threads
 
     @device
     def row_and_chunk(t):
-        return int32(uint32(t) // uint32(chunks)), int32(uint32(t) % uint32(chunks))
+        return int32(uint32(t) // uint32(threads)), int32(uint32(t) % uint32(threads))
 
     return row_and_chunk
 
@@ -173,13 +190,34 @@ def first_chunk(tiles: MmaTiles) -> Any:
     return first_chunk
 
 
-def prefetch_tile(tiles: MmaTiles) -> Any:
-    """Return a device function that starts to copy thread t's chunks of rows to shared memory.
+def copy_chunk(tiles: MmaTiles) -> Any:
+    """Return a device function that starts to copy a chunk from address X to shared address ``at``.
 
-    ``X`` is the thread's ``first_chunk``. Of ``rows`` rows, those from ``present`` on become 0.
+    ``chunk`` is its index in the row. Columns from ``stored`` on become 0. If ``has_row`` is False,
+    the whole chunk becomes 0.
+    """
+    stored, is_whole = tiles.stored, tiles.stored == tiles.width
+    piece = row_alignment(stored, 2)
+    copy = ptx.cp_async(piece)
+
+    @device
+    def copy_chunk(at, X, chunk, has_row):
+        for x in range(0, 16, piece):
+            is_inside = is_whole or 16 * chunk + x < 2 * stored
+            copy(at + uint32(x), X + uint64(x), piece if has_row and is_inside else 0)
+
+    return copy_chunk
+
+
+def prefetch_tile(tiles: MmaTiles) -> Any:
+    """Return a device function that starts to copy thread t's chunks of a tile to shared memory.
+
+    The tile's address in shared memory is ``to``. ``X`` is the address of the thread's
+    ``first_chunk``, in rows ``row_bytes`` apart. The tile has ``rows`` rows; those from row
+    ``present`` on become 0.
     """
     chunks, at_once, tile_row = tiles.chunks, tiles.rows_at_once, tiles.row_bytes
-    copies, own = is_copied(tiles), row_and_chunk(tiles)
+    copies, own, copy = is_copied(tiles), row_and_chunk(tiles), copy_chunk(tiles)
     is_regular = at_once % 8 == 0  # whether all chunks of a thread have the same swizzle
 
     @device
@@ -193,14 +231,17 @@ def prefetch_tile(tiles: MmaTiles) -> Any:
                     at = place + uint32(further * tile_row)
                 else:
                     at = uint32(to + offset_in_tile(first + further, chunk, chunks))
-                ptx.cp_async_16(at, X, 16 if further < left else 0)
+                copy(at, X, chunk, further < left)
             X += at_once * row_bytes
 
     return prefetch
 
 
 def mma_keys(tiles: MmaTiles) -> Any:
-    """Return a device function that computes S_ij = Q_i K_jᵀ (Algorithm 1, line 8)."""
+    """Return a device function that computes a warp's S_ij = Q_i K_jᵀ (Algorithm 1, line 8).
+
+    ``Q_i`` and ``K_j`` are the addresses of tiles in shared memory, and ``S`` is a local array.
+    """
     M, N, chunks, mma = tiles.M, tiles.N, tiles.chunks, FORMATS[tiles.dtype].mma_in
     A_size, S_size, row_bytes = 4 * M, 4 * M * N, tiles.row_bytes
     half = chunks // 4 * 2
@@ -235,7 +276,11 @@ def mma_keys(tiles: MmaTiles) -> Any:
 
 
 def mma_values(tiles: MmaTiles) -> Any:
-    """Return a device function that computes O_i += P_ij V_j (Algorithm 1, line 10)."""
+    """Return a device function that computes a warp's O_i += P_ij V_j (Algorithm 1, line 10).
+
+    ``V_j`` is the address of a tile in shared memory. The weights P are float32 and are rounded to
+    16 bits.
+    """
     M, N, chunks, row_bytes = tiles.M, tiles.N, tiles.chunks, tiles.row_bytes
     _, _, pack, _, mma = FORMATS[tiles.dtype]
     A_size = 4 * M
@@ -264,9 +309,11 @@ def mma_values(tiles: MmaTiles) -> Any:
 def store_tile(tiles: MmaTiles) -> Any:
     """Return a device function that copies a warp's rows to O (Algorithm 1, lines 14 and 15).
 
-    They come from ``tile`` in shared memory. The block has ``rows`` rows in O, from ``to`` on.
+    The rows are in ``tile``, in shared memory. In O, the block's ``rows`` rows begin at the address
+    ``to``.
     """
-    M, chunks = tiles.M, tiles.chunks
+    M, chunks, stored = tiles.M, tiles.chunks, tiles.stored
+    whole = stored // 8 if row_alignment(stored, 2) == 16 else 0  # chunks to store at once
 
     @device
     def store(lane, first_row, tile, to, row_bytes, rows):
@@ -274,9 +321,14 @@ def store_tile(tiles: MmaTiles) -> Any:
         for c in range(16 * M * chunks // 32):
             place = lane + 32 * c
             r, chunk = first_row + place // chunks, place % chunks
-            if r < rows:
-                w0, w1, w2, w3 = ptx.ld_shared_v4_u32(tile + offset_in_tile(r, chunk, chunks))
-                ptx.st_global_v4_u32(to + r * row_bytes + 16 * chunk, w0, w1, w2, w3)
+            at, O_at = tile + offset_in_tile(r, chunk, chunks), to + r * row_bytes + 16 * chunk
+            if r < rows and (whole == chunks or chunk < whole):
+                w0, w1, w2, w3 = ptx.ld_shared_v4_u32(at)
+                ptx.st_global_v4_u32(O_at, w0, w1, w2, w3)
+            if r < rows and whole == 0:
+                for x in range(4):
+                    if 8 * chunk + 2 * x < stored:
+                        ptx.st_global_u32(O_at + 4 * x, ptx.ld_shared_u32(at + 4 * x))
 
     return store
 
@@ -285,28 +337,34 @@ def store_tile(tiles: MmaTiles) -> Any:
 
 
 class DecodeTiles(NamedTuple):
-    """A warp's tile of ``rows``, 8 or 16, and ``keys``; lane 4 g + t of the warp is called (g, t).
+    """The layout of a warp's tile of ``rows`` rows (8 or 16) and ``keys`` keys, for rung 5.
 
-    A and B are the factors of ``mma``, as in ``ptx.mma_f16``.
-    S = Q Kᵀ: A holds rows g and g + 8 of Q, and B holds key g of 8. Lane (g, t) loads part t of 4
-    of these rows. It receives S[g, 2t], S[g, 2t + 1] and the same of row g + 8.
-    Oᵀ = Vᵀ Pᵀ: P of row g and 16 keys already has the layout of B. Lane (g, t) loads part g of 8 of
-    V, for keys 2t and 2t + 1 of each 8 keys. The lane receives O of rows 2t and 2t + 1.
+    Lane 4 g + t of the warp is called (g, t). A and B are the factors of ``mma``, as in
+    ``ptx.mma_f16``.
+
+    S = Q Kᵀ: in lane (g, t), A holds rows g and g + 8 of Q, and B holds key g of each 8 keys. A row
+    is loaded in four parts; the lane loads part t. It receives columns 2t and 2t + 1 of S in rows g
+    and g + 8.
+
+    Oᵀ = Vᵀ Pᵀ: P of row g and 16 keys already has the layout of B. Rows of V are loaded in eight
+    parts; the lane loads part g of keys 2t and 2t + 1 of each 8 keys. It receives rows 2t and
+    2t + 1 of O, in the columns of part g.
     """
 
     width: int
     dtype: str
     rows: int
     keys: int
+    stored: int  # columns of a row in memory, as in ``MmaTiles``
 
     @property
     def sides(self) -> int:
-        """Return the number of rows per lane: 2 if the warp has rows g + 8, else 1."""
+        """Return the number of rows of S in which a lane has scores: 2 of 16 rows, or 1 of 8."""
         return self.rows // 8
 
     @property
     def q_words(self) -> int:
-        """Return the number of 32-bit words of a row of Q or K in a lane."""
+        """Return the number of 32-bit words that a lane holds of each row of Q or K."""
         return self.width // 8
 
     @property
@@ -315,9 +373,13 @@ class DecodeTiles(NamedTuple):
 
 
 def load_keys(tiles: DecodeTiles) -> Any:
-    """Return a device function that loads keys from j on, and key ``stop`` - 1 for later ones."""
+    """Return a device function that loads a lane's part of a tile of keys, from key j on.
+
+    The lane is (g, t) of ``DecodeTiles``. In place of keys from ``stop`` on, key ``stop`` - 1 is
+    loaded again. K is the address of key 0, and keys are ``K_row`` bytes apart.
+    """
     tiles_of_8, words = tiles.keys // 8, tiles.q_words
-    load_row_of_K = load_row(words, 4, GLOBAL_U32)
+    load_row_of_K = load_row(words, 4, GLOBAL_U32, tiles.stored // 2)
 
     @device
     def load(K, K_row, j, stop, g, t, K_j):
@@ -329,9 +391,12 @@ def load_keys(tiles: DecodeTiles) -> Any:
 
 
 def load_values(tiles: DecodeTiles) -> Any:
-    """Return a device function that loads the values of the keys of ``load_keys``."""
+    """Return a device function that loads a lane's part of a tile of values, from key j on.
+
+    The arguments are as in ``load_keys``.
+    """
     tiles_of_8, words = tiles.keys // 8, tiles.v_words
-    load_row_of_V = load_row(words, 8, GLOBAL_U32)
+    load_row_of_V = load_row(words, 8, GLOBAL_U32, tiles.stored // 2)
 
     @device
     def load(V, V_row, j, stop, g, t, V_j):
@@ -344,7 +409,10 @@ def load_values(tiles: DecodeTiles) -> Any:
 
 
 def transposed_keys(tiles: DecodeTiles) -> Any:
-    """Return a device function that computes S = Q Kᵀ (Algorithm 1, line 8)."""
+    """Return a device function that computes S = Q Kᵀ in registers (Algorithm 1, line 8).
+
+    Q, K_j and S are in the layout of ``DecodeTiles``.
+    """
     tiles_of_8, words, mma = tiles.keys // 8, tiles.q_words, FORMATS[tiles.dtype].mma
 
     @device
@@ -363,7 +431,10 @@ def transposed_keys(tiles: DecodeTiles) -> Any:
 
 
 def transposed_values(tiles: DecodeTiles) -> Any:
-    """Return a device function that computes Oᵀ += Vᵀ Pᵀ (Algorithm 1, line 10)."""
+    """Return a device function that computes Oᵀ += Vᵀ Pᵀ in registers (Algorithm 1, line 10).
+
+    P is the sum of ``P_upper`` and ``P_rest``, which are 16-bit numbers.
+    """
     tiles_of_8, words, sides = tiles.keys // 8, tiles.v_words, tiles.sides
     mma = FORMATS[tiles.dtype].mma
 

@@ -1,7 +1,7 @@
-"""Add nonfinite values, NaN and infinity, only to the rows that see them.
+"""Keep NaN and infinity among the values out of rows that cannot see them.
 
-A hidden key has the weight 0, and 0 · NaN is NaN: a product with all values of a tile would spoil
-rows that do not see the nonfinite value. So in tiles that some rows do not see, such a value
+A hidden key has the weight 0, and 0 · NaN is NaN. So a product with all values of a tile would
+spoil rows that do not see the nonfinite value. In tiles that only some rows see, such a value
 becomes 0, and is added separately to the rows that see its key.
 """
 
@@ -23,9 +23,10 @@ from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
 
 
 def add_nonfinite_values(tiles: RegisterTiles) -> Any:
-    """Return a device function that adds P_ij V_j without hidden keys (Algorithm 1, line 10).
+    """Return a device function that adds P_ij V_j to O, but skips hidden keys.
 
-    The weight of a hidden key is -0, which no exponential is.
+    This is line 10 of Algorithm 1.
+    A hidden key is marked by the weight -0; visible keys have positive weights or +0.
     """
     width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
@@ -49,9 +50,11 @@ def add_nonfinite_values(tiles: RegisterTiles) -> Any:
 
 
 def nonfinite_in(dtype: str) -> Any:
-    """Return a device function that sets bit 15 or 31 if a word's lower or upper half is nonfinite.
+    """Return a device function that finds NaN and infinity among a word's two 16-bit numbers.
 
-    If all bits of an exponent are 1, adding its lowest bit carries into bit 15 or 31.
+    It returns a word in which bit 15 is 1 if the lower number is nonfinite, bit 31 if the upper
+    one is, and all other bits are 0. A nonfinite number has an exponent of ones, so adding 1 to the
+    exponent carries into that bit.
     """
     infinity = fragments.FORMATS[dtype].infinity
     exponents, lowest = infinity << 16 | infinity, (0x8000 - infinity) << 16 | 0x8000 - infinity
@@ -64,7 +67,7 @@ def nonfinite_in(dtype: str) -> Any:
 
 
 def zero_nonfinite_in(dtype: str) -> Any:
-    """Return a device function that replaces each nonfinite half of a word by 0."""
+    """Return a device function that replaces each nonfinite 16-bit half of a word by 0."""
     nonfinite = nonfinite_in(dtype)
 
     @device
@@ -78,7 +81,10 @@ def zero_nonfinite_in(dtype: str) -> Any:
 
 
 def has_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """Return a device function that returns nonzero if thread t copied a nonfinite value."""
+    """Return a device function that finds nonfinite values which thread t copied to the tile V_j.
+
+    It returns 0 if there are none, else another number.
+    """
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
     copies, nonfinite = fragments.is_copied(tiles), nonfinite_in(tiles.dtype)
     own = fragments.row_and_chunk(tiles)
@@ -98,7 +104,7 @@ def has_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """Return a device function that replaces nonfinite values that thread t copied by 0."""
+    """Return a device function that zeroes the nonfinite values that thread t copied to V_j."""
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
     copies, zeroed = fragments.is_copied(tiles), zero_nonfinite_in(tiles.dtype)
     own = fragments.row_and_chunk(tiles)
@@ -117,20 +123,21 @@ def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """Return a device function that records in O which rows see an infinity or NaN.
+    """Return a device function that stores, in O, which rows see an infinity or NaN.
 
-    The device function's argument ``sign`` is a sign bit. A row that sees NaN, or the infinity of
-    this sign, gets this infinity as a mark in the same column. A 0/1 visibility mask times a 0/1
-    nonfinite mask counts exactly the nonfinite values that a row sees. Marks are in the output's
-    memory, each written and read by one thread. If ``has_marks``, they are added to earlier marks.
+    The argument ``sign`` is 0 for +inf and 0x8000 for -inf. If a row sees that infinity or NaN in a
+    column, that infinity is stored as a mark in this column of the row. So NaN leaves both marks,
+    whose sum is NaN. To find what a row sees, ``mma`` multiplies the bits of ``visible`` by 0/1
+    flags of the values; the sum counts exactly. Marks are in the output's memory, and each is
+    written and read by one thread. If ``has_marks``, new marks are added to earlier ones.
     """
-    M, N, chunks = tiles.M, tiles.N, tiles.chunks
+    M, N, chunks, stored = tiles.M, tiles.N, tiles.chunks, tiles.stored
     infinity, one, pack, _, mma = fragments.FORMATS[tiles.dtype]
     place, halves = fragments.lane_and_row(tiles), fragments.widen(tiles.dtype)
 
     @device
     def flag(half, sign):
-        """Return 1 for NaN and for the infinity of sign bit ``sign``, else 0."""
+        """Return 1 for NaN and for the infinity with sign bit ``sign``, else 0, in 16 bits."""
         is_one = (half & 0x7FFF) > infinity or half ^ sign == infinity
         return one if is_one else 0
 
@@ -162,8 +169,9 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
                     mma(C, 4, A, 0, B, 2)
                 for x in range(4):
                     row = first_row + 16 * i + 8 * (x % 2) + (lane >> 2)
-                    if row < rows:
-                        to = O_at + row * row_bytes + 16 * (d + x // 2) + 4 * (lane & 3)
+                    column = 8 * (d + x // 2) + 2 * (lane & 3)
+                    if row < rows and column < stored:
+                        to = O_at + row * row_bytes + 2 * column
                         low = infinite if C[2 * x] > 0 else np.float32(0)
                         high = infinite if C[2 * x + 1] > 0 else np.float32(0)
                         if has_marks:
@@ -176,8 +184,8 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def add_nonfinite_marks(tiles: MmaTiles) -> Any:
-    """Return a device function that adds the marks of ``mark_nonfinite_tile`` to O_i."""
-    M, chunks = tiles.M, tiles.chunks
+    """Return a device function that adds to O_i the marks of ``mark_nonfinite_tile``."""
+    M, chunks, stored = tiles.M, tiles.chunks, tiles.stored
     place, halves = fragments.lane_and_row(tiles), fragments.widen(tiles.dtype)
 
     @device
@@ -188,10 +196,13 @@ def add_nonfinite_marks(tiles: MmaTiles) -> Any:
                 row = first_row + 16 * i + 8 * half + (lane >> 2)
                 if row < rows:
                     for d in range(chunks):
-                        to = O_at + row * row_bytes + 16 * d + 4 * (lane & 3)
-                        low, high = halves(ptx.ld_global_u32(to))
-                        O[4 * (i * chunks + d) + 2 * half] += low
-                        O[4 * (i * chunks + d) + 2 * half + 1] += high
+                        column = 8 * d + 2 * (lane & 3)
+                        if column < stored:
+                            low, high = halves(
+                                ptx.ld_global_u32(O_at + row * row_bytes + 2 * column)
+                            )
+                            O[4 * (i * chunks + d) + 2 * half] += low
+                            O[4 * (i * chunks + d) + 2 * half + 1] += high
 
     return add_nonfinite
 
@@ -199,18 +210,20 @@ def add_nonfinite_marks(tiles: MmaTiles) -> Any:
 # ---- rows of O in global memory, at the end: rung 5
 
 
-def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any:
-    """Return a device function that adds nonfinite values to the rows of O that see them.
+def add_nonfinite_rows(tiles: fragments.DecodeTiles, describe: Any, score: Any) -> Any:
+    """Return a device function that adds nonfinite values to the rows of O that see them (rung 5).
 
-    The warp reads its keys' values once more. The factory's ``describe`` and ``score`` determine
-    which rows see a key.
+    The warp reads the values of its keys, ``start`` to ``stop`` - 1, again. The factory's arguments
+    are device functions: ``describe`` returns a row's ``QueryOptions``, and ``score`` returns -inf
+    for a hidden key.
     """
-    nonfinite, halves = nonfinite_in(dtype), fragments.widen(dtype)
+    nonfinite, halves = nonfinite_in(tiles.dtype), fragments.widen(tiles.dtype)
+    width, words = tiles.width, tiles.stored // 2
 
     @device
     def add(lane, V, V_row, start, stop, O_at, rows, here, mask, bias, o):
         for j in range(start, stop):
-            for x in range(lane, width // 2, 32):
+            for x in range(lane, words, 32):
                 word = ptx.ld_global_nc_u32(V + uint64(j) * V_row + uint64(4) * uint64(x))
                 found = nonfinite(word)
                 if found != uint32(0):
@@ -232,12 +245,12 @@ def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any
 
 
 def add_nonfinite_to_output(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """Return a device function that adds nonfinite values to the rows of the output that see them.
+    """Return a device function that adds nonfinite values to the rows of O that see them (rung 6).
 
-    A warp reads its keys' values once more. The rows are the ``rows`` rows from query i on, which
-    the warp's lanes have stored before.
+    The warp reads the values of keys ``start`` to ``stop`` - 1 again. Its ``rows`` rows of O begin
+    at query i, and its lanes have already stored them at ``O_at``.
     """
-    words = tiles.width // 2
+    words = tiles.stored // 2
     pack = fragments.FORMATS[tiles.dtype].pack
     nonfinite, halves = nonfinite_in(tiles.dtype), fragments.widen(tiles.dtype)
     hiding = options._replace(has_softcap=False, has_slopes=False)

@@ -1,4 +1,4 @@
-"""Copy and multiply rung 3's tiles: each thread has 8 queries × up to 8 keys in registers."""
+"""Copy and multiply tiles in registers, for rung 3: 8 queries × up to 8 keys per thread."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ class RegisterTiles(NamedTuple):
     """The tile sizes of ``threads`` threads that multiply B_r queries by B_c keys.
 
     A warp is ``columns`` lanes wide and ``row_step`` = 32 / columns lanes high. A lane owns
-    ``rows`` queries at distance ``row_step`` and ``keys`` keys at distance ``columns``. In O a lane
-    owns ``own`` = width / columns columns. In shared memory ``long_row`` is the stride of rows of
-    Q_i and K_j, and ``weights_row`` that of P_ij. ``keys_or_weights`` is the size of the tile of
-    K_j, then P_ij.
+    ``rows`` queries, one every ``row_step``, and ``keys`` keys, one every ``columns``. Of the
+    ``width`` columns of O, a lane has ``own`` = width / columns. In shared memory, rows of Q_i and
+    K_j are ``long_row`` numbers apart, and rows of P_ij are ``weights_row`` apart. P_ij overwrites
+    K_j, and ``keys_or_weights`` is the size of the larger of the two, in numbers.
     """
 
     width: int
@@ -44,7 +44,7 @@ class RegisterTiles(NamedTuple):
 
     @property
     def long_row(self) -> int:
-        """Return the width plus 4: lanes that read 16 bytes of 8 rows then use different banks."""
+        """Return the width plus 4, so that lanes reading 16 bytes of 8 rows use different banks."""
         return self.width + 4
 
     @property
@@ -57,16 +57,19 @@ class RegisterTiles(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of Q_i, of K_j or P_ij, and of V_j."""
+        """Return the bytes of shared memory for Q_i, for K_j or P_ij, and for V_j."""
         V_j = self.B_c * self.width
         return 4 * (self.B_r * self.long_row + self.keys_or_weights + V_j)
 
 
-def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
-    """Return a device function that copies ``rows`` rows, and returns whether one is nonfinite.
+def copy_to_shared(tiles: RegisterTiles, rows: int, stored: int) -> Any:
+    """Return a device function that copies ``rows`` rows to shared memory.
 
-    Rows from ``length`` on become 0.
+    It returns whether thread t copied a nonfinite number. Rows from row ``length`` on and columns
+    from ``stored`` on become 0. ``X`` is the address of the first row, in rows ``row_stride``
+    numbers apart. In shared memory, at ``to``, rows are ``row_length`` numbers apart.
     """
+    is_whole = stored == tiles.width
     threads, chunks = tiles.threads, tiles.width // 4
     # The number of reads that a thread issues at once. With more, ptxas spills registers.
     most = 8 if tiles.width <= 64 else 4
@@ -82,7 +85,7 @@ def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
                 row = place // chunks
                 for e in range(4):
                     x[n, e] = 0
-                if row < length:
+                if row < length and (is_whole or 4 * (place % chunks) < stored):
                     x[n, 0], x[n, 1], x[n, 2], x[n, 3] = ptx.ld_global_nc_v4_f32(
                         X + 4 * (row * row_stride) + 16 * (place % chunks)
                     )
@@ -100,7 +103,7 @@ def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
 
 
 def fma_keys(tiles: RegisterTiles) -> Any:
-    """Return a device function that sets a thread's S_ij = Q_i K_jᵀ (Algorithm 1, line 8)."""
+    """Return a device function that computes a thread's S_ij = Q_i K_jᵀ (Algorithm 1, line 8)."""
     width, columns, rows, keys = tiles.width, tiles.columns, tiles.rows, tiles.keys
     row_step, long_row = tiles.row_step, tiles.long_row
 
