@@ -1,4 +1,4 @@
-"""The function ``attention``: check the arguments, choose a backend, and return its result."""
+"""Define the public functions ``attention``, ``block_mask``, ``compile`` and ``backends``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations import block_mask as blocks
-from minimha.equations.arguments import as_floating, cast, choice, flag, integer
-from minimha.equations.arrays import Given, Numbers, is_stored, kinds_of, like, on_host
+from minimha.equations.arguments import cast, choice, flag, integer
+from minimha.equations.arrays import Given, Numbers, kinds_of, like, on_host
 from minimha.equations.block_mask import BlockMask
+from minimha.equations.eight_bits import LARGEST, SCALES
 from minimha.equations.functions import PARAMETERS, checked, taken, uses
-from minimha.equations.parts import in_blocks, outline
+from minimha.equations.option_types import Array, Backend, Options
+from minimha.equations.parts import arrays_in_memory, in_blocks, outline
 from minimha.equations.problem import MAX_OFFSET, Problem
 from minimha.equations.tap import Tap, no_tap, safe_tap
 from minimha.kernels import auto, remembered
@@ -34,11 +36,7 @@ __all__ = [
     "get_num_threads", "set_num_threads",
 ]  # fmt: skip
 
-Backend = Literal["auto", "dense", "tiled", "cpu", "cuda"]
 DType = str | type | np.dtype[Any]
-# Short names for ArrayLike and functions, since mypy prints all options for one misspelt option.
-Array: TypeAlias = Any
-Function: TypeAlias = Any
 
 # Imported on first use, because importing numba takes longer than solving a toy problem.
 BACKENDS = {
@@ -48,58 +46,23 @@ BACKENDS = {
     "cuda": "minimha.kernels.cuda.backend",
 }
 AHEAD = {"cpu": BACKENDS["cpu"], "cuda": "minimha.kernels.cuda.ahead"}  # compile before a call
-DTYPES = ("float32", "float64", "float16", "bfloat16")  # that the CPU kernels read in place
+DTYPES = ("float32", "float64", "float16", "bfloat16")  # that kernels read in place
+ON_CPU = (*DTYPES, *LARGEST)
 PACKING = ("cu_seqlens_q", "cu_seqlens_k", "block_table")
+# Options for arrays on the host only: what they would need on a GPU, and what to do instead.
+ON_HOST = dict.fromkeys(PACKING, ("one launch for each sequence", "call attention for each"))
+ON_HOST["key_indices"] = "a kernel that reads only some keys", "give attn_mask"
+ON_HOST |= dict.fromkeys(SCALES.values(), ("a kernel that reads 8 bits", "give floating k and v"))
 TAPPED = ("dense", "tiled")  # the backends whose steps can be tapped
 UNTAPPED = f"it keeps no steps to tap; {' and '.join(TAPPED)} do"
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about the machine)
-    """Raised if a backend cannot run here or does not support this problem."""
-
-
-class Masks(TypedDict, total=False):
-    """Types of the options of ``attention`` that all attention layers share."""
-
-    attn_mask: Array
-    alibi_slopes: Array
-    sinks: Array
-    backend: Backend
-
-
-class Positions(TypedDict, total=False):
-    """Types of the options of ``attention`` that depend on positions."""
-
-    is_causal: bool
-    q_offset: Array
-    window_size: tuple[int | None, int | None] | None
-    kv_lengths: Array
-
-
-class Scores(TypedDict, total=False):
-    """Types of the options of ``attention`` that change scores."""
-
-    attn_bias: Array
-    scale: Array
-    softcap: Array
-    score_mod: Function
-    mask_mod: Function
-
-
-class Packing(TypedDict, total=False):
-    """Types of the options of ``attention`` for packed and paged sequences."""
-
-    cu_seqlens_q: Array
-    cu_seqlens_k: Array
-    block_table: Array
-
-
-class AttentionOptions(Masks, Positions, Scores, Packing, total=False):
-    """Types of all options that a layer passes on to ``attention``."""
+    """Raised if a backend cannot run on this machine or does not support the given arguments."""
 
 
 def backends() -> dict[str, str | None]:
-    """Map each backend to the reason why it cannot run here, or to None if it can run.
+    """Return a dict from each backend to the reason why it cannot run here, or None if it can.
 
     >>> backends()["dense"] is None
     True
@@ -108,7 +71,7 @@ def backends() -> dict[str, str | None]:
 
 
 def reason_without(backend: str) -> str | None:
-    """Return why ``backend`` cannot run, or None; only "cuda" initializes NVIDIA's driver."""
+    """Return why ``backend`` cannot run here, or None if it can; "cuda" starts NVIDIA's driver."""
     if backend == "cuda":
         return reason_without_cuda()
     if backend == "cpu" and not find_spec("numba"):
@@ -128,22 +91,20 @@ def compile(
     Parameters
     ----------
     dtypes : dtype or sequence of dtype, default ("float32",)
-        "float32", "float64", "float16" and "bfloat16", as strings or NumPy's dtypes. On the CPU
-        each dtype needs three kernels: attention with many queries and with few, and
-        ``gated_delta_rule``.
+        Any of "float32", "float64", "float16" and "bfloat16", as strings or NumPy's. Each needs
+        three CPU kernels: attention with many queries and with few, and ``gated_delta_rule``.
     progress : callable, optional
-        Called with the name of each kernel before compilation. Default is to report nothing.
+        Called with each kernel's name before that kernel is compiled. By default, nothing happens.
     backend : {"cpu", "cuda"}, default "cpu"
         "cuda" compiles for the current GPU: heads 64 and 128 wide, for many queries and for one
-        query with 1, 4 and 8 query heads per key/value head. These kernels also compute causal
-        masks, windows, lengths and sinks. Kernels for other widths, and for options that change or
-        hide single scores, are compiled on first use.
+        query with 1, 4 and 8 query heads per key/value head. Causal masks, windows, lengths and
+        sinks are included; other widths and options are compiled on first use.
 
     Returns
     -------
     dict of str to Path or None
-        The file of each kernel; None if no folder is writable. A CPU kernel then stays in memory,
-        and a GPU kernel is compiled again on first use.
+        Maps each kernel's name to its file, or to None if no folder is writable. A CPU kernel then
+        stays in memory, and a GPU kernel is compiled again on first use.
 
     Raises
     ------
@@ -154,9 +115,9 @@ def compile(
     """
     given = [dtypes] if isinstance(dtypes, (str, type, np.dtype)) else dtypes
     names = [np.dtype(x).name if isinstance(x, (type, np.dtype)) else x for x in given]
-    for name in names:
-        choice("dtypes", name, DTYPES)
     choice("backend", backend, ("cpu", "cuda"))
+    for name in names:
+        choice("dtypes", name, ON_CPU if backend == "cpu" else DTYPES)
     kernels = f"the {backend.upper()} kernels"
     reason = reason_without(backend)
     if reason:
@@ -173,10 +134,10 @@ def block_mask(
     mask_mod: Callable[..., Any], Lq: int, Lk: int, *, B: int | None = None, H: int | None = None,
     q_offset: int = 0,
 ) -> BlockMask:  # fmt: skip
-    """Find the blocks of scores that ``mask_mod`` hides entirely, once for many attention calls.
+    """Find the blocks of scores that ``mask_mod`` hides entirely, for use in many attention calls.
 
-    The search calls ``mask_mod`` for every pair of a query and a key. Pass the result instead of
-    the function, ``attention(…, mask_mod=block_mask(f, Lq, Lk))``, to search only once.
+    The search calls ``mask_mod`` for every pair of a query and a key. To search only once, pass
+    the result in place of the function: ``attention(…, mask_mod=block_mask(f, Lq, Lk))``.
 
     Parameters
     ----------
@@ -185,8 +146,7 @@ def block_mask(
     Lq, Lk : int
         Numbers of queries and keys.
     B, H : int, optional
-        Numbers of batch entries and query heads; required if ``mask_mod`` uses b or h. Default is
-        one result for all.
+        Batch entries and query heads; by default any number. Required if ``mask_mod`` uses b or h.
     q_offset : int, default 0
         Position of query 0 among the keys, in all batch entries.
 
@@ -197,7 +157,7 @@ def block_mask(
     Raises
     ------
     TypeError, ValueError
-        An argument has a wrong type or range, or ``mask_mod`` takes other parameters, returns no
+        An argument has a wrong type or range. Or ``mask_mod`` takes other parameters, returns no
         bool, or uses b or h without B or H.
 
     Examples
@@ -227,27 +187,27 @@ def block_mask(
 @overload
 def attention(
     q: Numbers, k: Array, v: Array, *, return_lse: Literal[False] = False, tap: Tap = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[Options],
 ) -> NDArray[Any]: ...  # fmt: skip
 @overload
 def attention(
     q: Numbers, k: Array, v: Array, *, return_lse: Literal[True], tap: Tap = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[Options],
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...  # fmt: skip
 @overload
 def attention(
     q: Given, k: Array, v: Array, *, return_lse: Literal[False] = False, tap: Tap = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[Options],
 ) -> Given: ...  # fmt: skip
 @overload
 def attention(
     q: Given, k: Array, v: Array, *, return_lse: Literal[True], tap: Tap = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[Options],
 ) -> tuple[Given, Given]: ...  # fmt: skip
 @overload
 def attention(
     q: Array, k: Array, v: Array, *, return_lse: bool = False, tap: Tap = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[Options],
 ) -> Any: ...  # fmt: skip
 def attention(
     q: Any,
@@ -259,6 +219,7 @@ def attention(
     window_size: tuple[int | None, int | None] | None = None,
     attn_mask: ArrayLike | None = None,
     attn_bias: ArrayLike | None = None,
+    key_indices: ArrayLike | None = None,
     kv_lengths: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
     scale: SupportsFloat | None = None,
@@ -269,6 +230,8 @@ def attention(
     cu_seqlens_q: ArrayLike | None = None,
     cu_seqlens_k: ArrayLike | None = None,
     block_table: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
     tap: Tap = no_tap,
@@ -276,8 +239,8 @@ def attention(
     """Return softmax(scale · Q Kᵀ) V: for each query, a weighted mean of the values.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
-    ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are a batch of
-    one, and the output has the same number of dimensions.
+    ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are read as
+    a batch of one, and the output has the same number of dimensions.
 
     Arrays of torch and JAX on the CPU are read without copying, and the results are arrays of q's
     library. Arrays of torch, CuPy, JAX or numba on an NVIDIA GPU use the backend "cuda", on their
@@ -285,10 +248,9 @@ def attention(
     and ``attn_bias`` must be on the same GPU.
 
     On every backend, ``k`` and ``v`` may be larger than memory, as ``np.memmap`` or arrays of zarr.
-    They are then read 32 MiB at a time, or one chunk of the store if a chunk is larger. Partial
-    results are merged as by ``minimha.merge``. ``score_mod`` and ``mask_mod`` get positions in the
-    whole arrays. Everything else must fit into memory; with packed sequences, pages or a tap, ``k``
-    and ``v`` must fit too.
+    They are then read 32 MiB at a time, or by chunks of the store if larger, and results are merged
+    as by ``minimha.merge``. ``score_mod`` and ``mask_mod`` get positions in the whole arrays. All
+    else must fit into memory; so must ``k`` and ``v`` with packed sequences, pages or a tap.
 
     The options are applied in this order: scale → softcap → bias → score_mod → mask → softmax.
 
@@ -303,21 +265,22 @@ def attention(
     is_causal : bool, default False
         Query i is at key position i + q_offset and sees no later key.
     q_offset : int or array_like of shape (B,), int, optional
-        Position of query 0 among the keys; any integer. Default is 0. Required if Lq ≠ Lk and an
-        option depends on positions: ``is_causal``, ``window_size``, ``alibi_slopes``,
-        ``score_mod`` or ``mask_mod``.
+        Position of query 0 among the keys, any integer. Default is 0. Required if Lq ≠ Lk with
+        ``is_causal``, ``window_size``, ``alibi_slopes``, ``score_mod`` or ``mask_mod``.
     window_size : pair of int or None, optional
         (left, right), both inclusive: query i sees the keys from i + q_offset - left to
         i + q_offset + right. None means no limit on that side. Default is no window.
     attn_mask : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), bool, optional
         True = may attend.
     attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), optional
-        Added to the scores; -inf hides a key like False in ``attn_mask``. A finite number outside
-        the compute dtype's range is clipped to that range.
+        Added to scores; -inf hides a key. Finite numbers are clipped to the compute dtype's range.
+    key_indices : array_like of shape (Lq, K) or 4-D broadcastable to (B, Hkv, Lq, K), int, optional
+        Each query attends to these keys only, provided that no other option hides them. -1 is no
+        key, and a key named twice counts once. Decoding on the CPU reads no other keys.
     kv_lengths : int or array_like of shape (B,), int, optional
         Only keys j < length exist. Default is Lk.
     alibi_slopes : array_like of shape (H,), optional
-        Adds -slope · abs(i + q_offset - j) to the scores. Finite.
+        Adds -slope · abs(i + q_offset - j) to the scores. Must be finite.
     scale : float or 0-d array, optional
         Multiplies the scores; may be 0 or negative. Default is 1/sqrt(D).
     softcap : float or 0-d array, optional
@@ -326,33 +289,33 @@ def attention(
         One extra score per head that has no value vector, but counts in the softmax's denominator
         and in the log-sum-exp. Finite, or -inf for no sink.
     score_mod : callable ``score_mod(score, b, h, i, j) -> score``, optional
-        Returns the new score in batch entry b and query head h for key j and the query at key
-        position i (query 0 is at ``q_offset``); -inf hides the key. See the notes.
+        Returns the new score in batch entry b and query head h, for key j and the query at key
+        position i; query 0 is at ``q_offset``. -inf hides the key. See the notes.
     mask_mod : callable ``mask_mod(b, h, i, j) -> bool``, or BlockMask, optional
-        Returns True if the query may attend to the key. ``minimha.block_mask`` saves time over many
-        calls.
+        Returns True if the query may attend to the key. See ``minimha.block_mask`` for many calls.
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int, optional
         n sequences are packed one after another along Lq and Lk, with B = 1. Sequence s has the
         rows from cu_seqlens[s] to cu_seqlens[s + 1]; the first number is 0, the last is Lq or Lk.
-        No sequence sees another. Positions count from a sequence's first query and key.
-        ``score_mod`` and ``mask_mod`` get s as b. ``q_offset`` and ``kv_lengths`` are one integer
-        for all sequences, or one for each. Not available with ``attn_mask``, ``attn_bias``, a
-        BlockMask or arrays on a GPU. ``cu_seqlens_k`` defaults to ``cu_seqlens_q``.
+        No sequence sees another. Positions and ``key_indices`` count from a sequence's first query
+        and key. ``score_mod`` and ``mask_mod`` get s as b. ``q_offset`` and ``kv_lengths`` are one
+        integer, or one per sequence. A BlockMask must have all positions of each sequence.
+        ``cu_seqlens_k`` defaults to ``cu_seqlens_q``; giving it excludes ``attn_mask`` and
+        ``attn_bias``. Not available with arrays on a GPU.
     block_table : array_like of shape (B, pages), int, optional
         Keys and values are paged: k is (num_pages, Hkv, page_size, D), v likewise. Key j of batch
         entry b is key j % page_size of page block_table[b, j // page_size]. ``kv_lengths`` is
-        required; table entries beyond these lengths are not read. With ``cu_seqlens_q`` the table
-        has one row per sequence. Not available with ``attn_mask``, ``attn_bias``, a BlockMask or
-        arrays on a GPU.
+        required, and the table is read only up to these lengths. With ``cu_seqlens_q`` the table
+        has one row per sequence. Masks and biases count keys within their sequence, with Lk at
+        least the largest of ``kv_lengths``. Not available with arrays on a GPU.
     return_lse : bool, default False
-        Return the log-sum-exp too.
+        Also return the log-sum-exp of each query's scores.
     backend : {"auto", "dense", "tiled", "cpu", "cuda"}, default "auto"
-        A named backend computes or raises. "auto" starts with "dense". Once "dense" has taken as
-        long as loading or compiling a kernel takes, 0.5 to several seconds, "auto" loads "cpu" and
-        uses it for every size; the last digits may then change. With a tap "auto" uses "dense".
-        "cuda" is used only if it is named or the arrays are on a GPU. "dense" and "tiled" multiply
-        with NumPy. With OpenBLAS's threads, a fork may hang while another thread multiplies large
-        matrices: use "cpu", set OPENBLAS_NUM_THREADS to 1, or spawn processes.
+        A named backend computes the result or raises an error. "auto" starts with "dense". Once its
+        calls have taken as long as a kernel needs to load (0.5 s) or compile (10 s), "auto" uses
+        "cpu" for every size; the last digits may then change. With a tap it uses "dense". "cuda" is
+        used only if named, or for arrays on a GPU. While NumPy's OpenBLAS multiplies matrices in
+        another thread ("dense", "tiled"), a fork may hang: use "cpu", set OPENBLAS_NUM_THREADS to
+        1, or spawn processes.
     tap : callable ``tap(name, value) -> value``, optional
         Receives every intermediate array; see ``minimha.explain.Trace``.
 
@@ -361,8 +324,8 @@ def attention(
     output : array of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
         An ndarray, or an array of q's library (see above). Rows of queries that see no key are 0.
     lse : array of shape (B, H, Lq), float32 or float64, if ``return_lse``
-        Natural logarithm of the sum of the exponentials of a row's final scores, sinks included;
-        -inf if a query sees no key and has no sink.
+        Natural logarithm of the sum of the exponentials of a query's final scores and its sink;
+        -inf if the query sees no key and has no sink.
 
     Raises
     ------
@@ -378,22 +341,21 @@ def attention(
     Notes
     -----
     ``score_mod`` and ``mask_mod`` are functions of numbers: a score in the compute dtype, and
-    integers. They may use ``if`` and ``math``. They must have no side effects, since they are
-    called in any order, also for hidden pairs. The backend "cpu" compiles the functions with numba
-    in at most a second, calls the machine code once per tile, and skips blocks that ``mask_mod``
-    hides entirely. "dense" and "tiled" call the functions with arrays of indices that broadcast, or
-    with one number at a time if the functions take no arrays. On a GPU the functions are compiled
-    into the kernel, in some seconds; there they must not raise, and know only ``math``.
+    integers. They may use ``if`` and ``math``, and must have no side effects: they are called in
+    any order, also for hidden pairs. "cpu" compiles them with numba in at most a second, calls them
+    once per tile, and skips blocks that ``mask_mod`` hides entirely. "dense" and "tiled" call them
+    with arrays of indices that broadcast, or with one number at a time if they take no arrays. On a
+    GPU they are compiled into the kernel, which takes seconds. There they must not raise, and may
+    use only ``math``.
 
-    The functions may capture numbers, arrays, and tensors of torch or JAX on the CPU, which are
-    read at each call. On the CPU, they may call elementwise functions of torch and NumPy:
-    ``where``, ``clamp``, ``tanh``, ``log2``, …; the error about an unknown function lists all.
-
-    On the CPU a new value of a captured number or array usually needs no new compilation, unless
-    numba can compile the function only with constants. A new value of another type, such as a
-    string, a tuple or a flag, needs one. On a GPU every new value needs one. The values that a
-    ``mask_mod`` captures are compared at each call, because hidden blocks depend on them. Ctrl-C
-    ends a call at once; a running compilation continues, and its result is stored.
+    They may capture numbers, arrays, and tensors of torch or JAX on the CPU, which are read at each
+    call. On the CPU they may call elementwise functions of torch and NumPy: ``where``, ``clamp``,
+    ``tanh``, ``log2``, …; the error about an unknown function lists all. New values of captured
+    numbers and arrays need no new compilation there, unless numba can compile the function only
+    with constants. New values of other types, such as a string, a tuple or a flag, need one; on a
+    GPU every new value does. Values that a ``mask_mod`` captures are compared at each call, because
+    hidden blocks depend on them. Ctrl-C ends a call at once; a running compilation continues, and
+    its result is stored.
 
     References
     ----------
@@ -427,7 +389,8 @@ def attention(
         q, k, v = on_host(q, k, v)
     if (
         attn_mask is None and attn_bias is None and kv_lengths is None and alibi_slopes is None
-        and sinks is None and tap is no_tap and block_table is None
+        and sinks is None and tap is no_tap and block_table is None and key_indices is None
+        and k_scale is None and v_scale is None
     ):  # fmt: skip
         window = window_size if type(window_size) is tuple else (window_size,)
         functions = {}
@@ -453,7 +416,8 @@ def attention(
         "q": q, "k": k, "v": v, "q_offset": q_offset, "attn_mask": attn_mask,
         "attn_bias": attn_bias, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes,
         "sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-        "block_table": block_table,
+        "block_table": block_table, "key_indices": key_indices, "k_scale": k_scale,
+        "v_scale": v_scale,
     }  # fmt: skip
     options = {
         "is_causal": is_causal, "window_size": window_size, "scale": scale, "softcap": softcap,
@@ -463,10 +427,11 @@ def attention(
     on_gpu, has_stored_keys = kinds_of(given)
     packing = [name for name in PACKING if given[name] is not None]
     if on_gpu:
-        module = _device_module(backend, on_gpu, tap, packing)
-        given = {name: x for name, x in given.items() if name not in PACKING}
+        module = _device_module(backend, on_gpu, tap, given)
+        given = {name: x for name, x in given.items() if name not in ON_HOST}
+        given["q"], given["k"], given["v"] = originals
         try:
-            return module.attend(given | dict(zip("qkv", originals, strict=True)), options, has_lse)
+            return module.attend(given, options, has_lse)
         except module.functions.Refused as error:
             raise BackendUnavailable(f"backend 'cuda' cannot run: {error}") from None
     if has_stored_keys and tap is no_tap and not packing:
@@ -486,7 +451,7 @@ def _in_blocks(
 ) -> tuple[Problem, tuple[NDArray[Any], NDArray[Any]]]:
     """Return the ``outline`` of a problem with stored keys, and its O and L, computed in blocks."""
     check_backend(backend)
-    arguments |= {n: as_floating(n, arguments[n]) for n in "qkv" if not is_stored(arguments[n])}
+    arguments |= arrays_in_memory(arguments)
     problem = outline(arguments)
     chosen: Backend = backend
     if backend == "auto":
@@ -539,14 +504,15 @@ def _computed(
     return result
 
 
-def _device_module(backend: str, name: str, tap: Tap, packing: list[str]) -> Any:
+def _device_module(backend: str, name: str, tap: Tap, given: dict[str, Any]) -> Any:
     """Return the module that computes on the GPU; the argument ``name`` is there."""
     check_backend(backend)
-    if packing:
-        raise BackendUnavailable(
-            f"backend 'cuda' cannot run: {packing[0]} needs one launch for each sequence, which "
-            f"it does only for arrays on the host, and {name} is on a GPU: call attention for each"
-        )
+    for option, (need, instead) in ON_HOST.items():
+        if given[option] is not None:
+            raise BackendUnavailable(
+                f"backend 'cuda' cannot run: {option} needs {need}, and {name} is on a GPU: "
+                f"{instead}"
+            )
     if backend not in ("auto", "cuda"):
         raise BackendUnavailable(
             f"backend {backend!r} cannot run: {name} is on a GPU; copy it to the host first, or "

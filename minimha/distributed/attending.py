@@ -1,4 +1,4 @@
-"""The function ``attention`` for dask arrays: a task per pair of chunks, then merges."""
+"""Attention for dask arrays: one task per pair of chunks, followed by tasks that merge."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from minimha import api
 from minimha.distributed import chunks
 from minimha.equations.arguments import cast, flag, integer
+from minimha.equations.eight_bits import SCALES
 from minimha.equations.merge import Pair, merge
+from minimha.equations.option_types import AttentionOptions
 from minimha.equations.parts import (
     PER_SCORE,
     Part,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 OPTIONS = (
     "left", "right", "q_offset", "kv_lengths", "alibi_slopes", "sinks", "scale", "softcap", "dtype",
+    "key_indices",
 )  # fmt: skip
 FAN_IN = 4  # partial results that one task merges
 Key = tuple[Any, ...]
@@ -40,43 +43,45 @@ Key = tuple[Any, ...]
 
 def attention(
     q: Any, k: Any, v: Any, *, stripes: int = 1, return_lse: bool = False,
-    **options: Unpack[api.AttentionOptions],
+    **options: Unpack[AttentionOptions],
 ) -> Any:  # fmt: skip
-    """Return softmax(scale · Q Kᵀ) V, computed by chunks on a dask cluster or on one machine.
+    """Return softmax(scale · Q Kᵀ) V as a lazy dask array, computed in chunks.
 
-    The result is lazy until ``.compute()``. A task ``attend-to-keys`` then attends from one chunk
-    of queries to one chunk of keys. Tasks ``merge-parts`` and ``merge-output`` merge the results,
-    four at a time. dask's dashboard and progress bars show these names. A pair of chunks in which
-    no query sees a key has no task, and its keys are not read. ``.compute(retries=3)`` repeats
-    failed tasks, and dask recomputes the results of lost workers. A worker needs only one thread,
-    because the kernels start threads.
+    ``.compute()`` computes the result, on a cluster or on one machine. A task ``attend-to-keys``
+    computes attention of one chunk of queries over one chunk of keys. Tasks ``merge-parts`` and
+    ``merge-output`` merge the results, four at a time. dask's dashboard and progress bars show
+    these names. If position, ``kv_lengths`` or ``key_indices`` hide a whole pair of chunks, there
+    is no task for it, and the keys are not read. ``.compute(retries=3)`` repeats failed tasks, and
+    dask recomputes the results of lost workers. A worker needs only one thread, because the kernels
+    start threads.
 
-    ``score_mod`` and ``mask_mod`` receive b, h, i and j of the whole arrays. dask sends each
-    function once to each worker: by name if the worker can import it, otherwise with its captured
-    values. Each worker finds the blocks that ``mask_mod`` hides; from a ``BlockMask`` only the
-    function is sent.
+    ``score_mod`` and ``mask_mod`` receive the indices b, h, i and j of the whole arrays. dask sends
+    each function to each worker once: by name if the worker can import it, otherwise with its
+    captured values. Each worker finds the blocks that ``mask_mod`` hides. Only the function of a
+    ``BlockMask`` is sent.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
-    ``D`` head width, ``Dv`` value width. As with ``minimha.attention``, all arrays may have 2 or 3
-    dimensions instead.
+    ``D`` head width, ``Dv`` value width. As in ``minimha.attention``, all arrays may have 2 or 3
+    axes instead.
 
     Parameters
     ----------
     q : dask array of shape (B, H, Lq, D)
-        D must be in one chunk. An array that is not dask's is chunked like k.
+        D must be in one chunk. An array of another library gets the chunks of k.
     k : dask array of shape (B, Hkv, Lk, D)
-        Chunked like q along B. Each chunk along Hkv has the heads that a chunk of q along H uses. A
-        zarr array keeps its chunks, except along D.
+        Chunked like q along B. Each chunk along Hkv must have the heads that a chunk of q along H
+        uses. A zarr array keeps its chunks, except along D.
     v : dask array of shape (B, Hkv, Lk, Dv)
         Chunked like k.
     stripes : int, default 1
-        If more than 1, ``striped`` must have reordered all axes of queries and keys, and each
-        chunk must be in one stripe. Chunks of a causal prefill then have equal work. Functions,
-        ``alibi_slopes`` without ``is_causal``, and offsets that differ in a batch raise ValueError.
+        The ``count`` of ``striped``, if all axes of queries and keys were reordered by it. Each
+        chunk must be in one stripe. Only ``key_indices`` keep the original order. Not allowed with
+        functions, with offsets that differ within the batch, or with ``alibi_slopes`` unless
+        ``is_causal``.
     return_lse : bool, default False
-        Return the log-sum-exp too.
+        Whether to return the log-sum-exp of the scores too.
     **options
-        Those of ``minimha.attention``, except packed sequences and pages. ``attn_mask`` and
+        Options of ``minimha.attention``, except packed sequences and pages. ``attn_mask`` and
         ``attn_bias`` may be dask arrays.
 
     Returns
@@ -88,8 +93,8 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        ``minimha.attention`` does not accept the shapes or options, or chunks do not fit. Only
-        errors inside ``score_mod`` and ``mask_mod`` are raised later, by ``.compute()``.
+        Shapes or options are invalid for ``minimha.attention``, or chunks do not fit each other.
+        Errors inside ``score_mod`` and ``mask_mod`` are raised later, by ``.compute()``.
 
     References
     ----------
@@ -106,6 +111,9 @@ def attention(
     given: dict[str, Any] = {**dict(zip("qkv", chunks.as_dask(q, k, v), strict=True)), **options}
     backend = given.pop("backend", "auto")
     api.check_backend(backend)
+    for name in SCALES.values():
+        if given.get(name) is not None:
+            raise TypeError(f"{name} is no option on clusters: give floating k and v")
     problem = outline(given)
     has_lse = flag("return_lse", return_lse)
     if integer("stripes", stripes) > 1:
@@ -124,11 +132,12 @@ def attend_to_keys(
     options: dict[str, Any], part: Part, left_out: NDArray[Any] | None, masks: tuple[str, ...],
     functions: dict[str, Callable[..., Any]], q: NDArray[Any], *arrays: NDArray[Any],
 ) -> Pair:  # fmt: skip
-    """Return output O and log-sum-exp L of a chunk of queries over a chunk of keys and values.
+    """Return the output O and log-sum-exp L of a chunk of queries over a chunk of keys and values.
 
-    ``arrays`` are k, v, and the arrays named by ``masks``. q, O and L have the compute dtype, so
-    16-bit numbers are rounded once, at the end. ``left_out`` (H,), an ALiBi term that the scores
-    omit, is subtracted from L.
+    ``arrays`` are k, v, and the arrays named by ``masks``. ``functions`` get the indices b,
+    h, i and j of the whole arrays; ``part`` is the place of these chunks in them. q, O and L have
+    the compute dtype, so 16-bit numbers are rounded only once, at the end. ``left_out`` (H,), an
+    ALiBi term that the scores omit, is subtracted from L.
     """
     k, v, *given = arrays
     options = options | dict(zip(masks, given, strict=True)) | placed(functions, part)
@@ -137,7 +146,7 @@ def attend_to_keys(
 
 
 def merge_parts(*parts: Pair) -> Pair:
-    """Merge pairs (output, log-sum-exp), each over different keys, into one pair."""
+    """Merge pairs (output, log-sum-exp) over different keys into one pair."""
     return merge(parts)
 
 
@@ -150,7 +159,7 @@ def merge_output(
 
 
 class _Graph:
-    """The tasks of one call; ``problem`` is the outline of ``arrays``, which are all 4-D."""
+    """The tasks of one call; ``problem`` outlines ``arrays``, which are all 4-D."""
 
     def __init__(
         self, arrays: dict[str, Any], problem: Problem, stripes: int, backend: str
@@ -171,7 +180,7 @@ class _Graph:
             self.functions = key
 
     def results(self) -> tuple[Any, Any]:
-        """Return the output and the log-sum-exp, dask arrays of 4 and 3 dimensions."""
+        """Return the output and the log-sum-exp, dask arrays with 4 and 3 axes."""
         q, v = self.arrays["q"], self.arrays["v"]
         dtypes = self.problem.dtype, self.problem.compute
         sizes = (*q.chunks[:3], v.chunks[3])
@@ -190,7 +199,7 @@ class _Graph:
         )
 
     def _attending(self, block: Key) -> list[Key]:
-        """Add a task for each chunk of keys that some query of ``block`` sees; return the tasks."""
+        """Add a task for each chunk of keys visible to ``block``, and return the tasks."""
         b, h, i = block
         masks = tuple(name for name in PER_SCORE if name in self.arrays)
         q = (f"widen-queries-{self.token}", *block)
@@ -212,7 +221,7 @@ class _Graph:
         return found
 
     def _merging(self, block: Key, parts: list[Key]) -> list[Key]:
-        """Add a tree of tasks that merge neighbours; return the tasks left for the last merge."""
+        """Add a tree of tasks that merge neighbours; return the tasks for the last merge."""
         level = 0
         while len(parts) > FAN_IN:
             groups = [parts[n : n + FAN_IN] for n in range(0, len(parts), FAN_IN)]

@@ -1,4 +1,4 @@
-"""Distinguish arrays of NumPy, of other libraries, on a GPU, and in a file.
+"""Recognise arrays of torch, JAX and CuPy, on a GPU or in a file, and convert to and from NumPy.
 
 Arrays of other libraries on the CPU are read without copying, and results become arrays of that
 library. No array library is imported here: a caller who passes a torch tensor has imported torch.
@@ -24,9 +24,10 @@ Numbers = NDArray[Any] | Sequence[Any]  # for these, results are NumPy arrays
 
 
 class DLPackArray(Protocol):
-    """The type of torch's and CuPy's arrays; type checkers give results the same type.
+    """The static type of arrays that support DLPack, such as torch's and CuPy's.
 
-    JAX does not declare these methods: for JAX's arrays the type of results is Any.
+    Type checkers infer that results have the type of q. JAX does not declare these methods, so with
+    JAX's arrays the type of results is Any.
     """
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -37,15 +38,21 @@ Given = TypeVar("Given", bound=DLPackArray)
 
 
 def kinds_of(given: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return the name of an argument on a GPU (or None), and whether k or v is in a file."""
-    on_gpu = next((name for name, x in given.items() if ordinal_of(x) is not None), None)
-    return on_gpu, is_stored(given["k"]) or is_stored(given["v"])
+    """Return the name of an argument on a GPU, or None, and whether k or v is stored in a file.
+
+    If an argument is on a GPU, the second result is False.
+    """
+    for name, x in given.items():  # a generator would take a call on a GPU 1 µs
+        if ordinal_of(x) is not None:
+            return name, False
+    return None, is_stored(given["k"]) or is_stored(given["v"])
 
 
 def on_host(*qkv: Any) -> tuple[Any, ...]:
-    """Convert CPU arrays of other libraries to NumPy's. If any array is on a GPU, convert none."""
-    if any(ordinal_of(x) is not None for x in qkv):
-        return qkv
+    """Convert q, k and v from other libraries to NumPy, unless any of them is on a GPU."""
+    for x in qkv:
+        if ordinal_of(x) is not None:
+            return qkv
     return tuple(
         as_numpy(name, x) if library_of(x) in LIBRARIES else x
         for name, x in zip("qkv", qkv, strict=True)
@@ -68,9 +75,9 @@ def _library_of(kind: Any) -> str:
 
 
 def ordinal_of(value: Any) -> int | None:
-    """Return the number of the CUDA device that holds an array, or None for an array on the host.
+    """Return the number of the CUDA device that holds ``value``, or None if it is on the host.
 
-    If the library does not give the number, returns ``UNKNOWN``: the driver finds the device.
+    Returns ``UNKNOWN`` if the array is on a GPU but its library does not report the number.
     """
     if value is None or isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
         return None
@@ -91,7 +98,7 @@ def is_stored(value: Any) -> bool:
 
 
 def check_file(name: str, value: Any) -> None:
-    """Raise ValueError if ``value`` maps a file that is now too short: reading it would crash."""
+    """Raise ValueError if ``value`` is a memory map whose file has since been truncated."""
     mapped = getattr(value, "_mmap", None) if isinstance(value, np.memmap) else None
     if not isinstance(mapped, mmap.mmap):
         return
@@ -104,10 +111,10 @@ def check_file(name: str, value: Any) -> None:
 
 
 def as_numpy(name: str, value: Any) -> NDArray[Any]:
-    """Return a NumPy view of ``value``, a CPU array of one of ``LIBRARIES``.
+    """Return a NumPy view of ``value``, an array of torch, JAX, CuPy or numba.
 
-    Raises TypeError if the array requires grad or has a dtype that NumPy lacks. Also raises if the
-    library does not export the array, because it is traced, sparse or on a GPU.
+    Raises TypeError if the array requires grad, has a dtype that NumPy lacks, or cannot be exported
+    by its library because it is traced, sparse or on a GPU.
     """
     library = library_of(value)
     torch: Any = sys.modules["torch"] if library == "torch" else None
@@ -115,9 +122,13 @@ def as_numpy(name: str, value: Any) -> NDArray[Any]:
         raise TypeError(
             f"{name} requires grad, but minimha computes no gradients: give {name}.detach()"
         )
-    dtype = bfloat16(name) if torch and value.dtype == torch.bfloat16 else None
-    try:  # torch exports bfloat16 to NumPy only as integers
-        return np.asarray(value) if dtype is None else value.view(torch.int16).numpy().view(dtype)
+    dtype, integers = None, None  # torch exports bfloat16 and float8 to NumPy only as integers
+    if torch and value.dtype == torch.bfloat16:
+        dtype, integers = bfloat16(name), torch.int16
+    elif torch and hasattr(torch, "float8_e4m3fn") and value.dtype == torch.float8_e4m3fn:
+        dtype, integers = extension(name, "float8_e4m3fn"), torch.uint8
+    try:
+        return np.asarray(value) if dtype is None else value.view(integers).numpy().view(dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise TypeError(
@@ -126,9 +137,10 @@ def as_numpy(name: str, value: Any) -> NDArray[Any]:
 
 
 def like(given: Any, result: NDArray[Any]) -> Any:
-    """Return ``result`` as an array of torch or JAX if ``given`` is one, else unchanged.
+    """Return ``result`` as a torch or JAX array if ``given`` is one, else unchanged.
 
-    torch shares the memory of ``result``, JAX only memory aligned to 64 bytes; JAX copies the rest.
+    A torch array shares the memory of ``result``. So does a JAX array if the memory is aligned to
+    64 bytes; otherwise JAX copies it.
     """
     library = library_of(given)
     if library == "torch":
@@ -142,12 +154,17 @@ def like(given: Any, result: NDArray[Any]) -> Any:
 
 
 def bfloat16(name: str) -> np.dtype[Any]:
-    """Return NumPy's bfloat16; without ml_dtypes, raise a TypeError that begins with ``name``."""
+    """Return the dtype bfloat16; without ml_dtypes, raise a TypeError about the array ``name``."""
+    return extension(name, "bfloat16")
+
+
+def extension(name: str, dtype: str) -> np.dtype[Any]:
+    """Return ``dtype`` of ml_dtypes; without it, raise a TypeError about the array ``name``."""
     try:
         import ml_dtypes
     except ImportError:
         raise TypeError(
-            f"{name} is bfloat16, which NumPy knows only through ml_dtypes: pip install ml_dtypes"
+            f"{name} is {dtype}, which NumPy knows only through ml_dtypes: pip install ml_dtypes"
         ) from None
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
+    return found

@@ -1,4 +1,4 @@
-"""Define ``BlockMask``, which lists the blocks of scores that a kernel can skip."""
+"""Define ``BlockMask``, a mask function with the blocks of scores that a kernel can skip."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ HIDDEN, PARTIAL, FULL = 0, 1, 2
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
-    """A ``mask_mod`` with the state of each block of 16 queries and 32 keys: hidden, partial, full.
+    """A ``mask_mod``, and which blocks of 16 × 32 scores it hides entirely, partly or not at all.
 
-    ``minimha.block_mask`` returns a BlockMask, and ``attention`` takes it as ``mask_mod``.
+    ``minimha.block_mask`` returns a BlockMask, which ``attention`` accepts as ``mask_mod``.
 
     Attributes
     ----------
@@ -53,19 +53,12 @@ class BlockMask:
         share = (self.states == HIDDEN).mean() if self.states.size else 0
         return f"BlockMask(Lq={self.Lq}, Lk={self.Lk}, {share:.0%} of the blocks hidden)"
 
-    def check(
-        self, shape: tuple[int, int, int, int], q_offset: NDArray[np.int64], has_sequences: bool
-    ) -> None:
-        """Raise ValueError unless this mask fits a call with these arguments.
+    def check(self, shape: tuple[int, int, int, int], q_offset: NDArray[np.int64]) -> None:
+        """Raise ValueError unless this mask fits scores of ``shape`` (B, H, Lq, Lk).
 
-        ``shape`` is (B, H, Lq, Lk). No BlockMask fits packed or paged sequences.
+        The mask must also have this ``q_offset``, and its function must still capture the same
+        values.
         """
-        if has_sequences:
-            raise ValueError(
-                f"{name_of('mask_mod')} is a BlockMask, for one Lq and one Lk, but with cu_seqlens "
-                f"or block_table each sequence has other lengths: expected its function, "
-                f"{name_of('mask_mod')}.mask_mod"
-            )
         B, H, Lq, Lk = shape
         mine = (*self.states.shape[:2], self.Lq, self.Lk)
         if (Lq, Lk) != mine[2:] or mine[0] not in (1, B) or mine[1] not in (1, H):
@@ -78,6 +71,38 @@ class BlockMask:
                 f"{name_of('mask_mod')} is a BlockMask with q_offset={self.q_offset}: expected "
                 f"{tuple(q_offset.tolist())}, the positions of the queries in this call"
             )
+        self._check_contents()
+
+    def check_sequences(
+        self, H: int, num_queries: NDArray[np.int64], num_keys: NDArray[np.int64],
+        q_offset: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        """Raise ValueError unless this mask has all positions of n packed or paged sequences.
+
+        ``num_queries``, ``num_keys`` and ``q_offset`` (n,) are those of each sequence, and H is
+        their number of query heads.
+        """
+        name, n = name_of("mask_mod"), len(num_queries)
+        batch, heads = self.states.shape[:2]
+        if not {batch, len(self.q_offset)} <= {1, n} or heads not in (1, H):
+            raise ValueError(
+                f"{name} is a BlockMask for B={batch} and H={heads}: expected B={n}, the number of "
+                f"sequences, and H={H}, where 1 stands for all"
+            )
+        rows = q_offset - self.q_offset
+        fits = (rows >= 0) & (rows + num_queries <= self.Lq) & (num_keys <= self.Lk)
+        beyond = np.flatnonzero(~fits & (num_queries > 0))
+        if beyond.size:
+            s = beyond[0]
+            first = int(np.broadcast_to(self.q_offset, n)[s])
+            raise ValueError(
+                f"{name} is a BlockMask for queries at {_span(first, self.Lq)} and {self.Lk} keys: "
+                f"sequence {s} has queries at {_span(q_offset[s], num_queries[s])} and "
+                f"{num_keys[s]} keys"
+            )
+        self._check_contents()
+
+    def _check_contents(self) -> None:
         if read(self.mask_mod).contents != self.contents:
             raise ValueError(
                 f"{name_of('mask_mod')} is a BlockMask whose function captures a value that has "
@@ -85,10 +110,14 @@ class BlockMask:
             )
 
 
+def _span(first: int, number: int) -> str:
+    return f"positions {first} to {first + number - 1}"
+
+
 def states(
     mask_mod: Callable[..., Any], B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """Compute ``BlockMask.states``, the state of each block, one row of blocks at a time."""
+    """Return ``BlockMask.states``: 0, 1 or 2 for each block that is hidden, partial or full."""
     found = np.zeros((B, H, -(-Lq // ROWS), -(-Lk // COLUMNS)), np.uint8)
     b, h, j = (np.arange(n).reshape(s) for n, s in ((B, (-1, 1, 1, 1)), (H, (-1, 1, 1)), (Lk, -1)))
     for row in range(found.shape[2] if found.size else 0):

@@ -1,4 +1,4 @@
-"""Compute attention as the papers write it: whole matrices, one line per equation.
+"""Compute attention as papers write it, with whole matrices and one line per equation.
 
 This is equation 1 of Vaswani et al., "Attention Is All You Need", 2017. Options of later models are
 applied in this order:
@@ -21,19 +21,21 @@ from minimha.equations.tap import Tap, no_tap, staged
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this backend cannot compute ``problem``: always None, since it can."""
+    """Return None, because this backend supports every problem."""
     return None
 
 
 def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Compute O = softmax(S) V and L = log Σ exp S, where S are the scores after all options.
+    """Return output O = softmax(S) V and log-sum-exp L = log Σ exp S, with the final scores S.
 
     O has shape (B, H, Lq, Dv), L (B, H, Lq), both in the compute dtype. ``tap`` receives every
-    intermediate. For packed or paged sequences its name has the sequence: ``weights[sequence 0]``.
+    intermediate array. For packed or paged sequences, names end with the sequence, such as
+    ``weights[sequence 0]``.
     """
     if problem.sequences is not None:
         O, L = problem.by_sequence(lambda part, s: forward(part, staged(tap, f"sequence {s}")))
         return tap("output", O), L
+    problem = problem.widened()
     with np.errstate(all="ignore"):
         Q, K, V = (
             tap(name, array.astype(problem.compute, copy=False))
@@ -49,9 +51,9 @@ def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[
 def scores(
     problem: Problem, Q: NDArray[Any], K: NDArray[Any], rows: slice, keys: slice, tap: Tap = no_tap
 ) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
-    """Return the final scores of queries ``rows`` and keys ``keys``, and a mask, True = visible.
+    """Return the final scores of queries ``rows`` and keys ``keys``, and the mask of visible pairs.
 
-    ``Q`` and ``K`` contain only these rows and keys. The mask is None if no option can hide a key.
+    ``Q`` and ``K`` contain only these queries and keys. The mask is None if no option hides a key.
     """
     S = tap("scores", product_in_groups(Q, K.swapaxes(-1, -2)))
     if problem.scale != 1:
@@ -61,7 +63,7 @@ def scores(
         S = tap("capped", cap * np.tanh(S / cap))
     if problem.attn_bias is not None or problem.alibi_slopes is not None:
         S = tap("biased", S + tap("bias", bias(problem, rows, keys, tap)))
-    visible = problem.visible(rows, keys) if problem.hides else None
+    visible = problem.visible(rows, keys, tap) if problem.hides else None
     if tap is not no_tap:
         for name, function in problem.functions.items():
             tap(name, source(function))
@@ -76,9 +78,10 @@ def scores(
 
 
 def bias(problem: Problem, rows: slice, keys: slice, tap: Tap = no_tap) -> NDArray[Any]:
-    """Return ``attn_bias`` plus ALiBi's -slope · |i + q_offset - j|, (B or 1, H, rows, keys).
+    """Return ``attn_bias`` plus ALiBi's -slope · |i + q_offset - j|, of shape (B, H, rows, keys).
 
-    ``tap`` receives bias, slopes and distances. Press et al., "Train Short, Test Long", 2022.
+    ``tap`` receives slopes and distances, and attn_bias if both are given. ALiBi: Press et al.,
+    "Train Short, Test Long", 2022.
     """
     total: NDArray[Any] = np.zeros((1, 1, 1, 1), problem.compute)
     if problem.attn_bias is not None:
@@ -100,8 +103,8 @@ def softmax(
     """Return the weights exp(S) / Σ exp(S) of each row, and the row's log-sum-exp.
 
     The row's maximum is subtracted first, which prevents overflow and changes no weight. If a query
-    sees no key, its scores are -inf, its weights 0 and its log-sum-exp -inf. ``sinks`` (H,) count
-    in each row's sum and log-sum-exp, but get no weight.
+    sees no key, its scores are -inf, its weights 0 and its log-sum-exp -inf. ``sinks`` (H,) are
+    extra scores that count in the sum and the log-sum-exp, but get no weight.
     """
     m = S.max(axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
@@ -119,9 +122,10 @@ def softmax(
 def weighted_sum(
     P: NDArray[Any], V: NDArray[Any], visible: NDArray[np.bool_] | None
 ) -> NDArray[Any]:
-    """Return the product P V, to which a hidden key adds nothing, not even 0 · NaN.
+    """Return the product P V, to which hidden keys add nothing, even if their values are NaN.
 
-    Values with NaN or infinity are multiplied separately, only for the queries that see their keys.
+    ``visible`` is the mask of visible pairs, or None if all pairs are visible. Values with NaN or
+    infinity are multiplied separately, only for the queries that see their keys.
     """
     nonfinite = ~np.isfinite(V).all(axis=-1)
     if visible is None or not nonfinite.any():
@@ -137,7 +141,7 @@ def weighted_sum(
 
 
 def product_in_groups(X: NDArray[Any], Y: NDArray[Any]) -> NDArray[Any]:
-    """Return X @ Y, where head h of X is multiplied by head h // (H // Hkv) of Y.
+    """Return X @ Y per head, where head h of X is multiplied by head h // (H // Hkv) of Y.
 
     The heads of X that share a head of Y become an extra axis, along which Y is broadcast without
     a copy. Ainslie et al., "GQA", 2023.
@@ -151,6 +155,6 @@ def product_in_groups(X: NDArray[Any], Y: NDArray[Any]) -> NDArray[Any]:
 
 
 def for_query_heads(H: int, X: NDArray[Any]) -> NDArray[Any]:
-    """Repeat each key/value head of X (B, Hkv, …) for its query heads: (B, H, …)."""
+    """Repeat each key/value head of X (B, Hkv, …) H // Hkv times, to shape (B, H, …)."""
     group = H // X.shape[1]
     return X if group == 1 else X.repeat(group, axis=1)

@@ -1,4 +1,4 @@
-"""Split a problem into parts, some queries with some keys, and merge their results.
+"""Split an attention problem into blocks of queries and keys, and merge the blocks' results.
 
 Each part is a separate call of ``minimha.attention``. Shapes and options alone determine the
 options of a part, and whether any of its queries sees any of its keys.
@@ -13,26 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import as_floating, cast, common_dtype, name_of, rectangular
-from minimha.equations.arrays import check_file, library_of
+from minimha.equations.arrays import check_file, is_stored, library_of
+from minimha.equations.eight_bits import SCALES, is_scaled
 from minimha.equations.functions import Corner, Placed
 from minimha.equations.merge import Pair, merge
 from minimha.equations.problem import MAX_OFFSET, Problem, Relative, stand_in
+from minimha.equations.selection import NONE, within
 from minimha.equations.visibility import UNBOUNDED, key_range
 
 PER_SCORE = ("attn_mask", "attn_bias")
 IN_PARTS = {  # arguments of ``attention`` that a part can have
-    "q", "k", "v", "is_causal", "q_offset", "window_size", *PER_SCORE, "kv_lengths",
-    "alibi_slopes", "scale", "softcap", "sinks", "score_mod", "mask_mod",
+    "q", "k", "v", "is_causal", "q_offset", "window_size", *PER_SCORE, "key_indices", "kv_lengths",
+    "alibi_slopes", "scale", "softcap", "sinks", "score_mod", "mask_mod", "k_scale", "v_scale",
 }  # fmt: skip
 BLOCK = 1 << 25  # bytes of k and v, in the compute dtype, that are read at once
 SCORES = 1 << 22  # scores per block, for a backend that keeps all scores in memory
 
 
 class Part(NamedTuple):
-    """A part of a problem: slices of B, H, Lq and Lk.
+    """A part of a problem, as slices of the axes B, H, Lq and Lk.
 
-    ``rows`` and ``keys`` have explicit starts and the same step. The step is None, except in
-    stripes: these have every n-th query and key.
+    ``rows`` and ``keys`` have explicit starts and the same step. A striped part has every n-th
+    query and key, and the step n. In other parts the step is None.
     """
 
     batch: slice
@@ -42,10 +44,10 @@ class Part(NamedTuple):
 
 
 def outline(arguments: Mapping[str, Any]) -> Problem:
-    """Return the checked problem of ``attention``'s ``arguments``, with zeros for q, k and v.
+    """Check the arguments of ``attention``, and return the problem with zeros as q, k and v.
 
-    Only shapes and dtypes of q, k and v are read. Zeros also replace a dask array as mask or bias.
-    Raises the errors of ``Problem.of``, and TypeError for an option that parts cannot have.
+    Only shapes and dtypes of q, k and v are read. Zeros also replace a mask or bias that is a dask
+    array. Raises the errors of ``Problem.of``, and TypeError for an option outside ``IN_PARTS``.
     """
     for name, value in arguments.items():
         if name not in IN_PARTS and value is not None:
@@ -55,8 +57,11 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
             )
     for name in "qkv":
         check_file(name_of(name), arguments[name])
-    common = common_dtype({name: _floating(name, arguments[name]) for name in "qkv"})
-    zeros = {name: stand_in(arguments[name].shape, common) for name in "qkv"}
+    dtypes = {name: arguments[name].dtype for name in "qkv"}
+    if not is_scaled(arguments):
+        common = common_dtype({name: _floating(name, arguments[name]) for name in "qkv"})
+        dtypes = dict.fromkeys("qkv", common)
+    zeros = {name: stand_in(arguments[name].shape, dtypes[name]) for name in "qkv"}
     for name in PER_SCORE:
         x: Any = arguments.get(name)
         if library_of(x) == "dask":
@@ -64,11 +69,21 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
     return Problem.of(**{**arguments, **zeros})
 
 
+def arrays_in_memory(arguments: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Return those of q, k and v that are not stored as arrays: floating, or 8-bit with scales."""
+    names = [name for name in "qkv" if not is_stored(arguments[name])]
+    arrays = {name: rectangular(name, arguments[name]) for name in names}
+    if is_scaled({**arguments, **arrays}):
+        return arrays
+    return {name: as_floating(name, array) for name, array in arrays.items()}
+
+
 def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[str, Any] | None:
     """Return the options of ``attention`` for a part, or None if no query sees any key of the part.
 
-    ``given`` has ``attn_mask`` and ``attn_bias`` as the caller gave them. Sinks and functions are
-    left out: see ``without_keys`` and ``placed``. A ``mask_mod`` is assumed to hide nothing.
+    ``given`` has ``attn_mask`` and ``attn_bias`` as the caller passed them. The result has no sinks
+    (see ``without_keys``) and no functions (see ``placed``). What ``mask_mod`` hides is not
+    considered.
     """
     Lq, Lk = problem.q.shape[2], problem.k.shape[2]
     num_rows, num_keys = len(range(Lq)[part.rows]), len(range(Lk)[part.keys])
@@ -98,22 +113,27 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
             options["q_offset"] = Relative(q_offset)
     if (lengths < num_keys).any():
         options["kv_lengths"] = lengths
+    if problem.key_indices is not None:
+        picks = options["key_indices"] = within(_picks(problem, part), part.keys)
+        if not (picks > NONE).any():
+            return None
     return options | {
         name: _of_scores(given[name], part) for name in PER_SCORE if given.get(name) is not None
     }
 
 
 def placed(functions: Mapping[str, Callable[..., Any]], part: Part) -> dict[str, Placed]:
-    """Return ``functions`` as options of ``attention`` for ``part``, which must not be striped."""
+    """Return ``functions`` as options of ``attention`` for ``part``, which has no stripes."""
     corner = Corner(part.batch.start, part.heads.start, part.keys.start)
     return {name: Placed(function, corner) for name, function in functions.items()}
 
 
 def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
-    """Return the ALiBi term (H,) to subtract from a striped part's log-sum-exp, or None.
+    """Return the ALiBi term (H,) to subtract from a striped part's log-sum-exp.
 
-    In a causal part, query n and key m are step · (offset + n - m) + rest apart. The part's slopes
-    express only the first term. The rest is the same for all keys, so the output does not need it.
+    Returns None if there are no slopes, or if the part has no stripes. In a causal part, query n
+    and key m are step · (offset + n - m) + rest apart. The part's slopes express only the first
+    term. The rest is the same for all keys and does not change the output.
     """
     if problem.alibi_slopes is None or part.keys.step is None:
         return None
@@ -122,7 +142,10 @@ def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
 
 
 def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
-    """Return the result if queries see no key: output 0, log-sum-exp ``sinks`` or else -inf."""
+    """Return the result of queries that see no key, for an output of ``shape`` (B, H, Lq, Dv).
+
+    The output is 0, and the log-sum-exp is ``sinks``, or -inf without sinks.
+    """
     L = np.full(shape[:3], -np.inf)
     if sinks is not None:
         L[:] = sinks[:, None]
@@ -136,7 +159,7 @@ def in_blocks(
 
     ``arguments`` are those of ``attention``, and ``problem`` is their ``outline``. ``attend(q, k,
     v, **options)`` returns O and L of a block. If ``holds_scores``, ``attend`` keeps all scores in
-    memory, so blocks have few queries.
+    memory, and blocks have fewer queries.
     """
     Q = cast(as_floating("q", arguments["q"]), problem.compute)  # so that O is rounded once
     k, v = arguments["k"], arguments["v"]
@@ -151,7 +174,8 @@ def in_blocks(
             part = Part(slice(0, B), slice(0, H), rows, keys)
             of_part = options_of(problem, given, part)
             if of_part is not None:
-                shares.append((rows, of_part | placed(problem.functions, part)))
+                of_part |= _scales(problem, keys) | placed(problem.functions, part)
+                shares.append((rows, of_part))
         K, V = (read(name_of(n), x, keys) if shares else None for n, x in (("k", k), ("v", v)))
         for rows, of_part in shares:
             o, l = attend(Q[..., rows, :], K, V, **of_part)
@@ -159,6 +183,14 @@ def in_blocks(
             parts = (O[:, :, rows], L[:, :, rows]), (o.reshape(shape), l.reshape(shape[:3]))
             O[:, :, rows], L[:, :, rows] = merge(parts)
     return O, L
+
+
+def _scales(problem: Problem, keys: slice) -> dict[str, NDArray[Any]]:
+    """Return k_scale and v_scale of some keys, with the caller's axes, if k and v are 8-bit."""
+    if problem.k_scale is None:
+        return {}
+    index = (0,) * (4 - problem.rank) + (..., keys)
+    return {scale: getattr(problem, scale)[index] for scale in SCALES.values()}
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
@@ -174,9 +206,9 @@ def _num_keys(problem: Problem, k: Any, v: Any) -> int:
 
 
 def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
-    """Read the rows ``keys`` (None: all) of a stored k or v. A memory map returns a view.
+    """Read rows of a stored k or v: those that ``keys`` selects, or all if it is None.
 
-    Raises MemoryError or ValueError with the array's name if reading fails.
+    Returns a view if ``x`` is a memory map. Raises MemoryError or ValueError that names the array.
     """
     which = "" if keys is None else f", keys {keys.start} to {keys.stop}"
     try:
@@ -193,7 +225,7 @@ def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
 def _striped(
     q_offset: NDArray[np.int64], left: int, right: int, step: int
 ) -> tuple[NDArray[np.int64], int, int]:
-    """Return q_offset, left and right of a part with stripes, counted in steps.
+    """Return q_offset, left and right of a striped part, counted in steps.
 
     Query n is at x + step · n and key m at step · m; the whole batch has one x. Query n sees key m
     if x - left ≤ step · (m - n) ≤ x + right. If no multiple of ``step`` is in that range, left < 0.
@@ -208,8 +240,17 @@ def _striped(
     return q_offset * 0, left, right
 
 
+def _picks(problem: Problem, part: Part) -> NDArray[np.int32]:
+    """Return the ``key_indices`` of a part's queries, which still count all keys."""
+    assert problem.key_indices is not None
+    group, heads = problem.q.shape[1] // problem.k.shape[1], slice(None)
+    if problem.key_indices.shape[1] > 1:
+        heads = slice(part.heads.start // group, part.heads.stop // group)
+    return problem.key_indices[part.batch, heads, part.rows]
+
+
 def _of_scores(x: Any, part: Part) -> Any:
-    """Return the slice for ``part`` of a mask or bias ``x``, whose axes of size 1 stay."""
+    """Return the slice for ``part`` of a mask or bias ``x``; axes of size 1 are kept."""
     if x.ndim == 2:
         return x[part.rows, part.keys]
     whole = slice(None)

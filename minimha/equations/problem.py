@@ -1,7 +1,7 @@
-"""Check the arguments of ``attention`` and fill in every default: the class ``Problem``.
+"""Define ``Problem``, the checked arguments of ``attention`` with all defaults filled in.
 
-Arrays are 4-D and of one dtype, and every option has its final form, so that equations and kernels
-check nothing.
+Arrays are 4-D and of one dtype, and every option has its final form. So equations and kernels need
+no checks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import (
-    as_floating,
     cast,
     compute_dtype,
     counted,
@@ -25,9 +24,9 @@ from minimha.equations.arguments import (
     name_of,
     number,
     of_one_dtype,
-    rectangular,
 )
 from minimha.equations.block_mask import BlockMask
+from minimha.equations.eight_bits import SCALES, eight_bit_arrays, scales_of, widened
 from minimha.equations.functions import (
     WHOLE,
     Corner,
@@ -37,21 +36,23 @@ from minimha.equations.functions import (
     taken,
     visible_pairs,
 )
+from minimha.equations.option_arrays import Shape, option_arrays, per_batch
+from minimha.equations.selection import picked, selection
 from minimha.equations.sequences import ONE_PAGE, Sequences, check_pages, sequences_of
+from minimha.equations.tap import Tap, no_tap
 from minimha.equations.visibility import UNBOUNDED, sees
 
+FLOATS = {np.dtype(name) for name in ("float16", "float32", "float64")}  # that have no scale
 MAX_OFFSET = 1 << 31  # keeps position arithmetic far inside UNBOUNDED
-Shape = tuple[int, int, int, int]
 
 
 class Relative(NamedTuple):
-    """A part's ``q_offset`` (B,), relative to the part's first key. Its range is not checked."""
+    """A ``q_offset`` (B,) of any size, which counts from the first key of a part of a problem."""
 
     offset: NDArray[np.int64]
 
 
 RANKS = {2: "(L, D)", 3: "(H, L, D)", 4: "(B, H, L, D)"}
-MASK_SHAPES = "(Lq, Lk), or 4-D and broadcastable to (B, H, Lq, Lk)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,21 +65,23 @@ class Problem:
     Attributes
     ----------
     q : ndarray of shape (B, H, Lq, D), ``dtype``
-    k : ndarray of shape (B, Hkv, Lk, D), ``dtype``
-    v : ndarray of shape (B, Hkv, Lk, Dv), ``dtype``
+    k : ndarray of shape (B, Hkv, Lk, D), ``dtype``, or 8-bit with ``k_scale``
+    v : ndarray of shape (B, Hkv, Lk, Dv), ``dtype``, or 8-bit with ``v_scale``
     left, right : int
-        Query i sees keys from i + q_offset - left to i + q_offset + right; causal is right = 0.
+        Query i sees keys from i + q_offset - left to i + q_offset + right; if causal, right is 0.
     q_offset : ndarray of shape (B,), int64
     kv_lengths : ndarray of shape (B,), int64
-        Number of filled keys; Lk by default.
+        Number of existing keys; Lk by default.
     attn_mask : ndarray of shape (B, H, Lq, Lk), bool, or None
         True = may attend. A read-only view, broadcast from the argument.
     attn_bias : ndarray of shape (B, H, Lq, Lk), compute dtype, or None
+    key_indices : ndarray of shape (B, 1 or Hkv, Lq, K), int32, or None
+        Each query sees at most these keys; -1 is none.
     alibi_slopes, sinks : ndarray of shape (H,), compute dtype, or None
     scale : float
     softcap : float or None
     dtype : numpy.dtype
-        The dtype of q, k, v and the output.
+        The dtype of q and the output, and of k and v unless these are 8-bit.
     compute : numpy.dtype
         The dtype of intermediates: float64 for float64, else float32. 16-bit numbers are widened
         when read, and the output is rounded once.
@@ -95,6 +98,8 @@ class Problem:
     corner : Corner
         The b, h and j that ``score_mod`` and ``mask_mod`` get for batch entry 0, head 0 and key 0.
         Not 0 if this problem is part of a larger problem, or one of several sequences.
+    k_scale, v_scale : ndarray of shape (B, Hkv, Lk), compute dtype, or None
+        The factors of 8-bit k and v; read-only views. ``widened`` multiplies.
     """
 
     q: NDArray[Any]
@@ -116,8 +121,11 @@ class Problem:
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
     sequences: Sequences | None = None
+    key_indices: NDArray[np.int32] | None = None
     corner: Corner = WHOLE
     readings: dict[str, Reading] = field(default_factory=dict)
+    k_scale: NDArray[Any] | None = None
+    v_scale: NDArray[Any] | None = None
 
     @classmethod
     def of(
@@ -129,16 +137,18 @@ class Problem:
         scale: float | None = None, softcap: float | None = None, sinks: ArrayLike | None = None,
         score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
         cu_seqlens_q: ArrayLike | None = None, cu_seqlens_k: ArrayLike | None = None,
-        block_table: ArrayLike | None = None,
+        block_table: ArrayLike | None = None, key_indices: ArrayLike | None = None,
+        k_scale: ArrayLike | None = None, v_scale: ArrayLike | None = None,
     ) -> Problem:  # fmt: skip
-        """Return the checked arguments of ``minimha.attention``; errors name the argument."""
-        rank, (q4, k4, v4) = _arrays(q, k, v, is_paged=block_table is not None)
+        """Check the arguments of ``attention``; raise TypeError or ValueError if one is invalid."""
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        arrays = {"q": q, "k": k, "v": v} | scales
+        rank, (q4, k4, v4) = _arrays(arrays, is_paged=block_table is not None)
         shape = (*q4.shape[:3], k4.shape[2])
         compute, H = compute_dtype(q4.dtype), shape[1]
         sequences = sequences_of(q4.shape, k4.shape, cu_seqlens_q, cu_seqlens_k, block_table)
-        if sequences is not None:
-            _refuse_over_scores(attn_mask=attn_mask, attn_bias=attn_bias)
         lengths = lengths_of(kv_lengths, shape, sequences, len(k4))
+        pairs = _pairs(shape, sequences, lengths, attn_mask=attn_mask, attn_bias=attn_bias)
         functions = taken(score_mod=score_mod, mask_mod=mask_mod)
         given = {name: checked(name, x.function) for name, x in functions.items()}
         left, right = _window(window_size)
@@ -151,37 +161,50 @@ class Problem:
         }  # fmt: skip
         positional = [*(name for name, is_given in options.items() if is_given), *given]
         offset = _offset(q_offset, shape, sequences, lengths, positional)
-        if isinstance(given.get("mask_mod"), BlockMask):
-            given["mask_mod"].check(shape, offset, has_sequences=sequences is not None)
+        if isinstance(blocks := given.get("mask_mod"), BlockMask):
+            if sequences is None:
+                blocks.check(shape, offset)
+            else:
+                blocks.check_sequences(H, sequences.queries[:, 2], lengths, offset)
         return cls(
             q=q4, k=k4, v=v4, left=left, right=right, q_offset=offset, kv_lengths=lengths,
-            attn_mask=_mask(attn_mask, shape),
-            attn_bias=_bias(attn_bias, shape, compute),
-            alibi_slopes=_per_head("alibi_slopes", alibi_slopes, H, compute),
-            sinks=_per_head("sinks", sinks, H, compute, may_be_none=True),
+            key_indices=None if key_indices is None
+            else selection(key_indices, q4.shape, k4.shape, sequences),
             scale=1 / math.sqrt(q4.shape[3]) if scale is None else number("scale", scale, compute),
-            softcap=_softcap(softcap, compute),
+            **option_arrays(
+                *pairs, compute, attn_mask=attn_mask, attn_bias=attn_bias,
+                alibi_slopes=alibi_slopes, sinks=sinks, softcap=softcap,
+            ),
             dtype=q4.dtype, compute=compute, rank=rank, sequences=sequences,
             corner=next((x.corner for x in functions.values()), WHOLE),
             readings={name: x.reading for name, x in functions.items()}, **given,
+            **_scales(scales, {"k": k4, "v": v4}, rank, compute),
         )  # fmt: skip
 
     def each_sequence(self) -> Iterator[tuple[tuple[slice, slice, slice], Problem]]:
-        """Yield (index, problem) for each sequence. The index selects its rows in q and results."""
+        """Yield (index, problem) for each sequence; ``index`` selects its rows of q and results."""
         assert self.sequences is not None
         for s, length in enumerate(self.kv_lengths.tolist()):
             rows, one = self.sequences.rows(s), slice(s, s + 1)
             k, v = (self.sequences.keys(X, s, length) for X in (self.k, self.v))
+            scales: dict[str, Any] = {
+                scale: self.sequences.keys(getattr(self, scale)[..., None], s, length)[..., 0]
+                for scale in SCALES.values() if self.k_scale is not None
+            }  # fmt: skip
+            each = {name: getattr(self, name) for name in ("key_indices", "attn_mask", "attn_bias")}
+            picks, mask, bias = (None if x is None else x[rows] for x in each.values())
             yield rows, replace(
-                self, q=self.q[rows], k=k, v=v, q_offset=self.q_offset[one],
-                kv_lengths=self.kv_lengths[one], sequences=None,
+                self, q=self.q[rows], k=k, v=v, **scales, q_offset=self.q_offset[one],
+                kv_lengths=self.kv_lengths[one], sequences=None, key_indices=picks,
+                attn_mask=None if mask is None else mask[..., :length],
+                attn_bias=None if bias is None else bias[..., :length],
                 corner=Corner(b=int(self.sequences.ids[s])),
             )  # fmt: skip
 
     def by_sequence(
         self, forward: Callable[[Problem, int], tuple[NDArray[Any], NDArray[Any]]]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return output and log-sum-exp of all sequences. ``forward(problem, s)`` computes one."""
+        """Return output and log-sum-exp, by calling ``forward(problem, s)`` for each sequence s."""
         O = np.empty((*self.q.shape[:3], self.v.shape[3]), self.compute)
         L = np.empty(self.q.shape[:3], self.compute)
         for s, (rows, problem) in enumerate(self.each_sequence()):
@@ -190,21 +213,24 @@ class Problem:
 
     @property
     def num_queries(self) -> NDArray[np.int64]:
-        """The number of queries in each sequence, or without sequences in each batch entry."""
+        """The number of queries (n,) of each sequence or, without ``sequences``, batch entry."""
         if self.sequences is None:
             return np.array([self.q.shape[2]] * len(self.q), np.int64)
         return self.sequences.queries[:, 2]
 
     @property
     def num_pairs(self) -> int:
-        """The number of pairs of query and key, visible or not, in all sequences and heads."""
+        """The number of scores: pairs of a query and a key, over all sequences and query heads."""
         B, H, Lq, _ = self.q.shape
         if self.sequences is None:
             return int(B * H * Lq * self.k.shape[2])
         return int(H * (self.sequences.queries[:, 2] @ self.kv_lengths))
 
-    def visible(self, rows: slice, keys: slice) -> NDArray[np.bool_]:
-        """Return the mask (B, 1 or H, rows, keys), True where a query of ``rows`` sees the key."""
+    def visible(self, rows: slice, keys: slice, tap: Tap = no_tap) -> NDArray[np.bool_]:
+        """Return a bool mask (B, 1 or H, rows, keys), True where a query may attend to a key.
+
+        ``tap`` receives picked, which is 1 for keys in ``key_indices`` and 0 for others.
+        """
         i = np.arange(rows.start, rows.stop)[:, None]
         j = np.arange(keys.start, keys.stop)
         q_offset, length = (x[:, None, None, None] for x in (self.q_offset, self.kv_lengths))
@@ -213,15 +239,20 @@ class Problem:
             visible = visible & self.attn_mask[..., rows, keys]
         if self.attn_bias is not None:
             visible = visible & ~np.isneginf(self.attn_bias[..., rows, keys])
+        if self.key_indices is not None:
+            J = picked(self.key_indices[:, :, rows], keys)
+            J = J if tap is no_tap else tap("picked", J.astype(self.compute)) != 0
+            visible = visible & np.repeat(J, self.q.shape[1] // J.shape[1], axis=1)
         if self.mask_mod is not None:
             shape = *self.q.shape[:2], len(i), len(j)
             visible = visible & visible_pairs(self.mask_mod, self.indices(rows, keys), shape)
         return visible
 
     def indices(self, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
-        """Return b, h, i and j of a grid of scores, as arrays that broadcast.
+        """Return b, h, i and j of the scores of ``rows`` and ``keys``, as arrays that broadcast.
 
-        A caller's functions get these. They count from ``corner``; i is a position among the keys.
+        ``score_mod`` and ``mask_mod`` receive these indices, which count from ``corner``. i is the
+        query's position among the keys.
         """
         (B, H), (first_b, first_h, first_key) = self.q.shape[:2], self.corner
         b = np.arange(first_b, first_b + B)[:, None, None, None]
@@ -232,11 +263,12 @@ class Problem:
 
     @cached_property
     def hides(self) -> bool:
-        """True if an option may hide a key, so that the scores need a mask."""
+        """Whether an option other than ``score_mod`` may hide a key. If so, scores need a mask."""
         return (
             self.left < UNBOUNDED
             or self.right < UNBOUNDED
             or self.attn_mask is not None
+            or self.key_indices is not None
             or self.mask_mod is not None
             or bool((self.kv_lengths < self.k.shape[2]).any())
             or (self.attn_bias is not None and bool(np.isneginf(self.attn_bias).any()))
@@ -244,7 +276,7 @@ class Problem:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """The given functions by name. For a ``BlockMask`` it is the ``mask_mod`` inside."""
+        """The given ``score_mod`` and ``mask_mod`` by name; of a ``BlockMask``, its function."""
         given = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
         return {
             name: function.mask_mod if isinstance(function, BlockMask) else function
@@ -254,36 +286,49 @@ class Problem:
 
     @property
     def taken(self) -> dict[str, Placed]:
-        """The given functions by name, as ``Placed`` with ``corner`` and captured values."""
+        """The given ``score_mod`` and ``mask_mod`` by name, as ``Placed`` with this ``corner``."""
         each = self.functions.items()
         return {name: Placed(x, self.corner, self.readings[name]) for name, x in each}
 
     @cached_property
     def contents(self) -> dict[str, Hashable]:
-        """Map each function's name to its code and captured values, as one value to compare."""
+        """A dict from names of functions to hashable values that are equal for equal functions."""
         return {name: reading.contents for name, reading in self.readings.items()}
 
     def without_numbers(self, dtype: np.dtype[Any] | None = None) -> Problem:
         """Return a copy whose q, k and v are zeros that take no memory, in ``dtype`` if given."""
         q, k, v = (stand_in(x.shape, dtype or self.dtype) for x in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v, dtype=dtype or self.dtype)
+        return replace(self, q=q, k=k, v=v, dtype=dtype or self.dtype, k_scale=None, v_scale=None)
+
+    def widened(self) -> Problem:
+        """Return this problem with 8-bit k and v times their scales, all in the compute dtype.
+
+        Returns the problem itself if k and v are not 8-bit.
+        """
+        if self.k_scale is None or self.v_scale is None:
+            return self
+        return replace(
+            self, q=cast(self.q, self.compute), k=widened(self.k, self.k_scale, self.compute),
+            v=widened(self.v, self.v_scale, self.compute), dtype=self.compute, k_scale=None,
+            v_scale=None,
+        )  # fmt: skip
 
     def as_given(self, O: NDArray[Any], L: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return output ``O`` and log-sum-exp ``L`` in the caller's rank, ``O`` in ``dtype``."""
+        """Return output ``O`` and log-sum-exp ``L`` with the caller's axes, ``O`` in q's dtype."""
         leading = (0,) * (4 - self.rank)
         return cast(O[leading], self.dtype), L[leading]
 
 
 def stand_in(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Return zeros that take no memory, for code that reads only their shape and dtype."""
+    """Return read-only zeros of ``shape`` and ``dtype`` that take no memory."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def factor_against_overflow(V: NDArray[Any], total: int) -> float:
-    """Return a power of 2 to multiply weights by, so that no weighted sum of values overflows.
+    """Return a power of 2 that, multiplied with weights, keeps weighted sums of values finite.
 
     ``V`` has the values, in the compute dtype. The weights of a query are not yet normalised, and
-    add up to ``total`` at most. So a sum may overflow although the mean of the values does not.
+    add up to at most ``total``. So a sum can overflow although the mean of the values does not.
     Returns 1 if no sum can overflow.
     """
     largest = abs(V).max(initial=0, where=np.isfinite(V))
@@ -293,16 +338,37 @@ def factor_against_overflow(V: NDArray[Any], total: int) -> float:
 
 
 def _arrays(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, is_paged: bool
+    given: dict[str, Any], is_paged: bool
 ) -> tuple[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-    """Return the rank, and 4-D q, k and v of one dtype; axis 0 of paged k and v counts pages."""
-    rank, (q4, k4, v4) = of_one_rank(of_one_dtype(q=q, k=k, v=v))
+    """Return the rank, and 4-D q, k and v of one dtype; axis 0 of paged k and v counts pages.
+
+    k and v remain 8-bit if they have scales.
+    """
+    qkv = {name: given[name] for name in "qkv"}
+    is_plain = all(getattr(x, "dtype", None) in FLOATS for x in qkv.values())
+    is_plain &= given["k_scale"] is None and given["v_scale"] is None
+    arrays = (None if is_plain else eight_bit_arrays(given)) or of_one_dtype(**qkv)
+    rank, (q4, k4, v4) = of_one_rank(arrays)
     _check_shapes(q4, k4, v4, is_paged)
     return rank, (q4, k4, v4)
 
 
+def _scales(
+    given: dict[str, Any], stored: dict[str, NDArray[Any]], rank: int, compute: np.dtype[Any]
+) -> dict[str, Any]:
+    """Return k_scale and v_scale, checked, for the 8-bit arrays ``stored``; both may be None."""
+    return {
+        scale: given[scale] if given[scale] is None
+        else scales_of(scale, given[scale], stored[name], rank, compute)
+        for name, scale in SCALES.items()
+    }  # fmt: skip
+
+
 def of_one_rank(given: dict[str, NDArray[Any]]) -> tuple[int, list[NDArray[Any]]]:
-    """Return the number of dimensions of q, k and v, which must be equal, and 4-D views."""
+    """Return the common number of dimensions of q, k and v, and 4-D views of them.
+
+    Raises ValueError unless all have the same number, 2, 3 or 4.
+    """
     rank = given["q"].ndim
     for name, array in given.items():
         if array.ndim not in RANKS:
@@ -348,19 +414,6 @@ def _check_shapes(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], is_paged: b
         )
 
 
-def _softcap(value: Any, compute: np.dtype[Any]) -> float | None:
-    if value is None:
-        return None
-    cap = number("softcap", value, compute)
-    smallest = float(np.finfo(compute).tiny)
-    if cap < smallest:
-        raise ValueError(
-            f"{name_of('softcap')} is {value!r}: expected a positive number, at least "
-            f"{smallest:.1e}, or None for no cap"
-        )
-    return cap
-
-
 def _window(window_size: Any) -> tuple[int, int]:
     """Return ``(left, right)``, where a side without a limit is ``UNBOUNDED``."""
     if window_size is None:
@@ -381,15 +434,24 @@ def _window(window_size: Any) -> tuple[int, int]:
     return left, right
 
 
-def _refuse_over_scores(**given: Any) -> None:
-    """Raise ValueError for a mask or bias: most of its pairs belong to different sequences."""
+def _pairs(
+    shape: Shape, sequences: Sequences | None, lengths: NDArray[np.int64], **given: Any
+) -> tuple[Shape, int]:
+    """Return the shape of a mask or bias over all pairs, and the fewest keys that it may have.
+
+    With pages these are the keys of a whole row of the table, and those of the longest sequence.
+    Raises ValueError for packed keys: most pairs belong to different sequences.
+    """
+    if sequences is None:
+        return shape, shape[3]
     for name, value in given.items():
-        if value is not None:
+        if value is not None and sequences.page_size == ONE_PAGE:
             raise ValueError(
-                f"{name_of(name)} is for one Lq and one Lk, but with cu_seqlens or block_table "
-                f"each sequence has other lengths: is_causal, window_size, kv_lengths and "
-                f"alibi_slopes apply to each sequence"
+                f"{name_of(name)} is for one Lq and one Lk, but with cu_seqlens each sequence has "
+                f"other lengths: is_causal, window_size, kv_lengths, alibi_slopes and key_indices "
+                f"apply to each sequence"
             )
+    return (*shape[:3], int(sequences.room.max(initial=0))), int(lengths.max(initial=0))
 
 
 def _offset(
@@ -422,7 +484,11 @@ def _offset(
 def lengths_of(
     kv_lengths: ArrayLike | None, shape: Shape, sequences: Sequences | None, num_pages: int
 ) -> NDArray[np.int64]:
-    """Return the number of keys of each sequence, or of each batch entry."""
+    """Return the number of keys of each sequence or, without ``sequences``, of each batch entry.
+
+    ``shape`` is (B, H, Lq, Lk), and ``num_pages`` the length of axis 0 of k. Raises ValueError or
+    TypeError for invalid ``kv_lengths``, and ValueError for pages that do not exist.
+    """
     B, _, _, Lk = shape
     if sequences is None:
         if kv_lengths is None:
@@ -446,86 +512,3 @@ def lengths_of(
     if is_paged:
         check_pages(sequences, lengths, num_pages)
     return lengths
-
-
-def per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> NDArray[np.int64]:
-    """Return ``value``, one integer or one per batch entry, as an array (B,) within ``limits``."""
-    array = rectangular(name, value)
-    items = array.ravel().tolist()  # Python's integers, which do not wrap around
-    if not all(type(item) is int for item in items):
-        raise TypeError(f"{name_of(name)} is {value!r}: expected an integer, or B={B} integers")
-    if array.shape not in ((), (B,)):
-        raise ValueError(
-            f"{name_of(name)} has shape {array.shape}: expected one integer, or shape (B,) = ({B},)"
-        )
-    low, high = limits
-    if any(not low <= item <= high for item in items):
-        raise ValueError(f"{name_of(name)} is {value!r}: expected integers from {low} to {high}")
-    return np.full(B, items if array.ndim else items[0], np.int64)
-
-
-def _per_head(
-    name: str, value: ArrayLike | None, H: int, compute: np.dtype[Any], may_be_none: bool = False
-) -> NDArray[Any] | None:
-    """Return ``value`` as finite numbers (H,), or None; if ``may_be_none``, -inf means no sink."""
-    if value is None:
-        return None
-    array = as_floating(name, value)
-    if array.shape != (H,):
-        raise ValueError(
-            f"{name_of(name)} has shape {array.shape}: expected (H,) = ({H},), one number "
-            f"per query head"
-        )
-    array = _narrowed(array, compute)
-    if not (np.isfinite(array) | (may_be_none & np.isneginf(array))).all():
-        or_none = ", or -inf for no sink" * may_be_none
-        raise ValueError(f"{name_of(name)} is {value!r}: expected finite numbers{or_none}")
-    return array
-
-
-def _narrowed(array: NDArray[Any], compute: np.dtype[Any]) -> NDArray[Any]:
-    """Return ``array`` in the dtype ``compute``; finite numbers are clipped to its range."""
-    if array.dtype.itemsize <= compute.itemsize:
-        return cast(array, compute)
-    limit = np.finfo(compute).max
-    narrow = cast(array, compute)
-    overflowed = np.isinf(narrow) & np.isfinite(array)
-    return np.where(overflowed, np.copysign(limit, narrow), narrow) if overflowed.any() else narrow
-
-
-def _mask(attn_mask: ArrayLike | None, shape: Shape) -> NDArray[np.bool_] | None:
-    if attn_mask is None:
-        return None
-    array = rectangular("attn_mask", attn_mask)
-    if array.dtype != np.bool_:
-        raise TypeError(
-            f"{name_of('attn_mask')} has dtype {array.dtype}: expected bool, True where a "
-            f"query may attend to a key; numbers to be added to the scores go into attn_bias"
-        )
-    return _over_scores("attn_mask", array, shape)
-
-
-def _bias(attn_bias: ArrayLike | None, shape: Shape, compute: np.dtype[Any]) -> NDArray[Any] | None:
-    if attn_bias is None:
-        return None
-    array = rectangular("attn_bias", attn_bias)
-    if array.dtype == np.bool_:
-        raise TypeError(
-            f"{name_of('attn_bias')} has dtype bool: expected numbers, which are added to the "
-            f"scores; True and False go into attn_mask"
-        )
-    return _over_scores("attn_bias", _narrowed(as_floating("attn_bias", array), compute), shape)
-
-
-def _over_scores(name: str, array: NDArray[Any], shape: Shape) -> NDArray[Any]:
-    """Return a read-only view of ``array`` with the shape (B, H, Lq, Lk) of the scores."""
-    fits = array.ndim == 4 and all(
-        size in (1, whole) for size, whole in zip(array.shape, shape, strict=True)
-    )
-    if not fits and array.shape != shape[2:]:
-        B, H, Lq, Lk = shape
-        raise ValueError(
-            f"{name_of(name)} has shape {array.shape}: expected {MASK_SHAPES}, "
-            f"here ({Lq}, {Lk}) or ({B}, {H}, {Lq}, {Lk})"
-        )
-    return np.broadcast_to(array, shape)

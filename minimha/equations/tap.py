@@ -1,8 +1,8 @@
-"""Define taps: functions that receive every intermediate of the equations, and return it.
+"""Define taps, functions that receive and may replace every intermediate of the equations.
 
 The equations continue with the value that ``tap(name, value)`` returns. So a line with a tap still
 reads as mathematics. ``no_tap`` records nothing, ``explain.Trace`` records everything. A value is
-an array, or the source code of a caller's function, before the step that calls the function.
+an array or, before a step that calls a caller's function, that function's source code.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,10 @@ def no_tap(name: str, value: Any) -> Any:
 
 
 def safe_tap(tap: Tap) -> Tap:
-    """Return a tap that passes read-only arrays to ``tap`` and checks the values returned.
+    """Return a tap that passes read-only arrays to ``tap`` and checks what ``tap`` returns.
+
+    Raises TypeError if ``tap`` is not callable. The returned tap raises ValueError if a result
+    differs from its value in shape or dtype.
 
     >>> safe_tap(lambda name, value: value[0])("scores", np.zeros((1, 2)))
     Traceback (most recent call last):
@@ -34,7 +37,7 @@ def safe_tap(tap: Tap) -> Tap:
         raise TypeError(f"tap is {tap!r}: expected a callable tap(name, value) that returns value")
 
     def receive(name: str, value: Any) -> Any:
-        shown = value
+        shown = value = _as_array(value)
         if isinstance(value, np.ndarray):
             shown = value.view()
             shown.flags.writeable = False
@@ -46,9 +49,10 @@ def safe_tap(tap: Tap) -> Tap:
 
 @contextmanager
 def replacing(tap: Tap, replace: Steps) -> Iterator[Tap]:
-    """Yield a tap that gives steps the values in ``replace``, then calls ``safe_tap(tap)``.
+    """Yield a tap that replaces the steps named in ``replace`` by new values, then calls ``tap``.
 
-    Raises ValueError if a value does not fit its step or, at the end, if no step has a given name.
+    Raises TypeError unless ``replace`` is a dict or None. Raises ValueError if a new value does not
+    fit its step, and at the end of the ``with`` block if no step had a name in ``replace``.
     """
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace is {replace!r}: expected a dict from names of steps to arrays")
@@ -57,6 +61,7 @@ def replacing(tap: Tap, replace: Steps) -> Iterator[Tap]:
     def receive(name: str, value: Any) -> Any:
         names.add(name)
         if name in given:
+            value = _as_array(value)
             other: Any = given[name]
             with suppress(TypeError, ValueError):  # ``_like`` refuses it
                 other = np.asarray(other).astype(value.dtype, casting="same_kind")
@@ -73,6 +78,12 @@ def replacing(tap: Tap, replace: Steps) -> Iterator[Tap]:
         raise ValueError(f"replace has {name!r}, but there is no such step (nearest: {near})")
 
 
+def _as_array(value: Any) -> Any:
+    """Return ``value``, but a matrix that is still as its file stores it as an array."""
+    is_plain = isinstance(value, (np.ndarray, np.generic)) or not hasattr(value, "__array__")
+    return value if is_plain else np.asarray(value)
+
+
 def _like(whose: str, name: str, found: Any, value: Any) -> Any:
     """Return ``found``; raise ValueError unless its shape and dtype are those of ``value``."""
     if isinstance(value, np.generic) and isinstance(found, (int, float, np.number)):
@@ -87,7 +98,7 @@ def _like(whose: str, name: str, found: Any, value: Any) -> Any:
 def renamed(tap: Tap, **names: str | None) -> Tap:
     """Return a tap that renames steps by ``old="new"``, and drops steps renamed to None.
 
-    For example, a layer renames an equation's result, because it is an intermediate of the layer.
+    For example, a layer renames an equation's result, which is only an intermediate of the layer.
 
     >>> names = []
     >>> tap = renamed(lambda name, value: names.append(name) or value, output="head_output", q=None)
@@ -115,7 +126,7 @@ def staged(tap: Tap, stage: str) -> Tap:
 
 
 def prefixed(tap: Tap, prefix: str) -> Tap:
-    """Return a tap that adds ``prefix`` before every name, for an equation that is used twice.
+    """Return a tap that puts ``prefix`` before every name, for an equation that is used twice.
 
     >>> names = []
     >>> tap = prefixed(lambda name, value: names.append(name) or value, "final_")

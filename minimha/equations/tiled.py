@@ -1,4 +1,4 @@
-"""Compute attention by FlashAttention-2's Algorithm 1 in NumPy, the specification of the kernels.
+"""Compute attention by FlashAttention-2's Algorithm 1 in NumPy, as a model for the kernels.
 
 Dao, "FlashAttention-2", 2023. The full matrix of scores is never stored. Each block of B_r queries
 visits the keys and values, B_c at a time. Each row has a maximum m, a sum l of exponentials and an
@@ -29,7 +29,7 @@ BLOCK_COLUMNS = 128  # default B_c
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this backend cannot compute ``problem``: always None, since it can."""
+    """Return None, because this backend supports every problem."""
     return None
 
 
@@ -38,8 +38,8 @@ def forward(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return output O and log-sum-exp L, computed in blocks of ``B_r`` queries and ``B_c`` keys.
 
-    A block of keys is skipped if position and length hide all its keys from all queries of the
-    block, in every batch entry. ``attn_mask`` and ``attn_bias`` do not skip blocks.
+    For a block of queries, a block of keys is skipped if position and length hide all its keys from
+    all the queries, in every batch entry. ``attn_mask`` and ``attn_bias`` do not skip blocks.
 
     O has shape (B, H, Lq, Dv), L (B, H, Lq), and both have the compute dtype. ``tap`` receives
     ``Q[i=0]``, and for each block of keys ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, ``m[…]``, ``P[…]``,
@@ -53,6 +53,7 @@ def forward(
             lambda part, s: forward(part, staged(tap, f"sequence {s}"), B_r=B_r, B_c=B_c)
         )
         return tap("output", O), L
+    problem = problem.widened()
     B, H, Lq, _ = problem.q.shape
     O = np.empty((B, H, Lq, problem.v.shape[3]), problem.compute)
     L = np.empty((B, H, Lq), problem.compute)
@@ -93,7 +94,7 @@ def _row_block(
 
 
 def visible_blocks(problem: Problem, rows: slice, B_c: int) -> list[tuple[int, slice]]:
-    """Return (j, keys) for each block j of ``B_c`` keys that any query of ``rows`` may see."""
+    """Return (j, slice of keys) for each block of ``B_c`` keys that a query in ``rows`` may see."""
     ranges = [
         key_range(rows.start, rows.stop, int(offset), problem.left, problem.right, int(length))
         for offset, length in zip(problem.q_offset, problem.kv_lengths, strict=True)

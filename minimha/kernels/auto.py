@@ -1,9 +1,9 @@
-"""Choose the backend of "auto": "dense" at first, "cpu" once preparing its kernels is worth it.
+"""Choose the backend for "auto": "dense" first, then "cpu" when preparing its kernels pays off.
 
 The CPU kernels are fastest at every size once they are compiled. But importing numba and loading
-kernels takes half a second, and compiling them some seconds. So "dense" computes until its calls
-have taken that long. So a toy problem never waits, and a series of problems takes at most twice
-the shortest possible time.
+kernels takes half a second, and compiling them about ten seconds. Until calls with "dense" have
+taken that long in all, "auto" uses "dense". A toy problem therefore never waits, and a series of
+problems takes at most twice the shortest possible time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ LOADING, COMPILING = 0.5, 10.0  # seconds until a kernel is ready, from disk and
 DENSE_RATE = 5e9  # products per second, about, of the dense backend
 DENSE_MEMORY = 1 << 30  # bytes of scores; for more, the kernels are compiled at once
 
-_spent = 0.0  # seconds that "auto" has spent in the dense backend
+_spent: dict[str, float] = {}  # seconds that "auto" has spent without kernels, by kind of work
 _broken = False
 _warned: set[str] = set()  # reasons why functions could not be compiled
 
 
 def choose(problem: Problem) -> str:
-    """Return the backend for ``problem``: "cpu" or "dense"."""
+    """Return the name of the backend that "auto" uses for ``problem``: "cpu" or "dense"."""
     D, Dv = problem.q.shape[3], problem.v.shape[3]
     scores = problem.num_pairs * problem.compute.itemsize
     seconds = problem.num_pairs * (D + Dv) / DENSE_RATE
@@ -37,11 +37,13 @@ def choose(problem: Problem) -> str:
 
 
 def worthwhile(
-    name: str, problem: Any, seconds: float, *, is_large: bool = False
-) -> ModuleType | None:
-    """Return the module ``name`` if its kernel is worth preparing for ``problem``, or else None.
+    name: str, problem: Any, seconds: float, *, is_large: bool = False,
+    compiling: float = COMPILING, kind: str = "attention",
+) -> ModuleType | None:  # fmt: skip
+    """Return the kernel module ``name`` if preparing its kernel pays off by now, else None.
 
-    NumPy takes about ``seconds``, and too much memory if the problem ``is_large``.
+    ``seconds`` estimates the time that NumPy takes for ``problem``. ``is_large`` means that NumPy
+    needs much memory; then the kernel is compiled as soon as loading one would pay off.
     """
     if _broken:
         return None
@@ -49,25 +51,24 @@ def worthwhile(
     loaded = _imported(name) if name in sys.modules else None
     if loaded and loaded.is_ready(problem):
         return loaded
-    cost = _spent + seconds
+    cost = _spent.get(kind, 0.0) + seconds
     if cost < LOADING:
         return None
     backend = _imported(name)
     if backend is None:
         return None
-    if cost < COMPILING and not is_large and not backend.is_stored(problem):
+    if cost < compiling and not is_large and not backend.is_stored(problem):
         return None
     return backend
 
 
-def spent(seconds: float) -> None:
-    """Add ``seconds`` to the time that the dense backend has taken for "auto"."""
-    global _spent
-    _spent += seconds
+def spent(seconds: float, kind: str = "attention") -> None:
+    """Add ``seconds`` to the total time that "auto" has computed with NumPy, by kind of work."""
+    _spent[kind] = _spent.get(kind, 0.0) + seconds
 
 
 def give_up(error: Exception) -> None:
-    """Stop using the CPU kernels, because compiling them raised ``error``."""
+    """Log ``error`` of the CPU kernels, and let "auto" use only NumPy from now on."""
     global _broken
     _broken = True
     LOG.warning("minimha: the CPU kernels cannot run here, NumPy computes instead: %s", error)

@@ -1,15 +1,16 @@
-"""Delay a fork while another thread compiles or imports a backend.
+"""Delay ``os.fork`` while another thread compiles or imports a backend.
 
 A forked child has only the thread that forked. A lock that another thread held stays locked for
 ever, and data that another thread was changing stays half changed. numba compiles under one lock,
 llvmlite calls LLVM under another, and the child needs both. So a fork waits until no other thread
-compiles, at most some seconds. It also waits until no other thread imports a backend, because the
-child could not finish the import.
+compiles, but at most a minute per lock. It also waits until no other thread imports a backend,
+because the child could not finish the import.
 
-``before`` handlers run in reverse order of registration. logging is imported first, because imports
-need the lock of logging's handler, which must not be held while ``_hold`` waits. concurrent.futures
-is imported first too. If it registered its handlers during ``_hold``, they would release a lock
-that was never acquired.
+``before`` handlers run in reverse order of registration. So handlers of modules that are imported
+here, before ``_hold`` is registered, run after it. One such module is logging. Its handler takes
+the lock of logging, and an import that ``_hold`` waits for may need that lock. Another is
+concurrent.futures. If it were first imported while ``_hold`` waits, its handlers after the fork
+would release a lock that was never acquired.
 
 NumPy's OpenBLAS has no such lock: a fork may hang while a thread multiplies large matrices, as
 "dense" does.
@@ -42,11 +43,14 @@ _held = threading.local()  # the locks of a thread that forks: others may fork a
 
 
 def imported(name: str) -> Any:
-    """Import the module ``name``, so that a forked child never has a half-imported module.
+    """Import and return the module ``name``, and delay forks until the import has ended.
 
     If importing a package fails, Python removes the package from ``sys.modules``, but not its
     modules. The modules would make a later import fail, so this function removes them too.
     """
+    found = sys.modules.get(name)
+    if not getattr(getattr(found, "__spec__", None), "_initializing", True):
+        return found  # whole: no thread is importing it
     with _importing:
         before = set(sys.modules)
         try:

@@ -1,10 +1,10 @@
-"""List the kernels of each series, called rungs: each is one file that adds one idea for speed.
+"""List the kernels, called rungs, from simple to fast: each is a file that adds one idea.
 
 A rung is a module. A CPU rung has ``forward(problem)``, and supports every problem. A CUDA rung has
 ``unsupported(problem)`` and ``launches(…)``, see ``cuda/arguments.py``. All rungs pass the same
 tests as the equations. No rung is imported before it is used, because numba is slow to import.
 
-The last paragraph of a rung's module docstring is the rung's speed.
+The last paragraph of a rung's module docstring is the measured speed.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Rung(NamedTuple):
-    """A kernel's idea, and the problems that it takes."""
+    """The idea of a kernel, and the problems that the kernel supports."""
 
     idea: str
     takes: str = "every problem"
@@ -36,11 +36,12 @@ LADDER = {
 }
 CUDA_LADDER = {
     "cuda.rung1_rows": Rung(
-        "one thread per query, the online softmax", "every problem; 16 bits are widened first"
+        "one thread per query, the online softmax",
+        "every problem but key_indices; 16 bits are widened first",
     ),
     "cuda.rung2_tiles": Rung(
         "a block of threads shares tiles of keys and values",
-        "every problem; 16 bits are widened first",
+        "every problem but key_indices; 16 bits are widened first",
     ),
     "cuda.rung3_register_tiles": Rung(
         "8 × 8 scores per thread, in registers: each number read is used eight times",
@@ -56,16 +57,17 @@ CUDA_LADDER = {
     ),
     "cuda.rung6_warpgroups": Rung(
         "wgmma: four warps multiply at once, while they compute the next softmax and others copy",
-        "float16 and bfloat16, heads up to 256 wide; sm_90a alone, if MINIMHA_CUDA_RUNGS names it",
+        "float16 and bfloat16, heads up to 256 wide; sm_90a alone",
     ),
 }
-IF_NAMED = ("cuda.rung6_warpgroups",)  # chosen only if an environment variable names it
-ALSO = "MINIMHA_CUDA_RUNGS"  # that variable: rungs, joined by commas, that no GPU has run yet
 FEW_QUERIES = 8  # at most: reading K and V then takes all the time, and a panel is mostly padding
 
 
 def measured(rung: str) -> str:
-    """Return the speed of ``rung``, the last paragraph of its docstring, without importing it."""
+    """Return the measured speed of ``rung``: the last paragraph of its module's docstring.
+
+    The module is not imported.
+    """
     spec = find_spec(f"minimha.kernels.{rung}")
     source = spec and spec.origin and Path(spec.origin).read_text(encoding="utf-8")
     header = ast.get_docstring(ast.parse(source or "")) or ""

@@ -1,4 +1,4 @@
-"""Convert the small options of a problem to arguments of CPU and CUDA kernels."""
+"""Convert options of a problem, except masks and functions, to arguments of kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ NO_MASK = np.empty((0, 0, 0, 0), bool)
 NO_BIAS = {
     np.dtype(real): np.empty((0, 0, 0, 0), real) for real in (np.float32, np.float64)
 }  # fmt: skip
+NO_SCALE = {real: np.empty((0, 0, 0), real) for real in NO_BIAS}
 
 
 class Options(NamedTuple):
-    """The small options of a problem, as arguments of a kernel.
+    """The options of a problem, except mask, bias and functions, as arguments of a kernel.
 
     Without a soft cap ``softcap`` is 0, without sinks ``sinks`` is all -inf, and without ALiBi
     ``slopes`` is empty. 16-bit numbers are float16 unless ``is_bfloat16``.
@@ -35,7 +36,7 @@ class Options(NamedTuple):
 
 
 def options(problem: Problem) -> Options:
-    """Return the small options of ``problem``, with neutral values for absent options."""
+    """Return the ``Options`` of ``problem``, with neutral values for absent options."""
     compute, H = problem.compute, problem.q.shape[1]
     slopes, sinks = problem.alibi_slopes, problem.sinks
     return Options(
@@ -50,5 +51,5 @@ def options(problem: Problem) -> Options:
 
 @cache
 def _neutral(number: int, compute: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array of ``number`` items -inf, cached because a new array costs 1 µs per call."""
+    """Return ``number`` items of -inf, cached because a new array costs 1 µs per call."""
     return np.full(number, -np.inf, compute)

@@ -1,4 +1,4 @@
-"""Experiments, each with tables, figures and a conclusion computed from the numbers of a run."""
+"""Run experiments, each with tables, figures and a conclusion computed from its numbers."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -12,9 +12,10 @@ __all__ = ["EXPERIMENTS", "Experiment", "run"]
 
 
 class Experiment(NamedTuple):
-    """The question of an experiment, the steps of its progress bar, and the name of its module.
+    """An experiment: its question, the number of its progress steps, and the name of its module.
 
-    ``steps=0`` means no progress bar, ``module=""`` a module with the name of the experiment.
+    ``steps`` is 0 if there is no progress bar. ``module`` is "" if the module has the name of the
+    experiment.
     """
 
     question: str
@@ -32,6 +33,7 @@ EXPERIMENTS = {
     "masking": Experiment("where does a large negative number stop being −∞?"),
     "memory": Experiment("what do naive and tiled attention read and write, and the cache?", 8),
     "parallel": Experiment("is one product for all heads faster than one for each?", 6),
+    "precision": Experiment("what does casting weights and values to 8 bits lose?"),
     "pytorch": Experiment("does the PyTorch class of document 001 compute the same?"),
     "rope": Experiment("how does RoPE rotate a query, and what does a score keep?"),
     "temperature": Experiment("how does a temperature sharpen or flatten a distribution?"),
@@ -41,10 +43,12 @@ EXPERIMENTS = {
 def run(name: str, seed: int = 1, progress: Callable[[str], None] = lambda doing: None) -> Result:
     """Run the experiment ``name``, and return its tables, figures and conclusion.
 
-    ``seed`` is 0 or more. Long experiments call ``progress`` with a description of each step.
+    ``seed``, 0 or more, starts the random numbers. Long experiments call ``progress`` with a
+    description of each step.
+    Raises ValueError if there is no such experiment.
 
-    >>> run("temperature").tables[0].columns["T"](0.25)
-    '0.25'
+    >>> run("temperature").conclusion.partition(",")[0]
+    'At T = 0.01 every draw is the greedy choice'
     """
     if name not in EXPERIMENTS:
         near = get_close_matches(str(name)[:40], EXPERIMENTS, 1)

@@ -1,4 +1,4 @@
-"""An experiment on memory: traffic of naive and tiled attention, size of a cache, and times."""
+"""Compare naive and tiled attention by the bytes that they move, and caches by their size."""
 
 import statistics
 import time
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from minimha.api import Backend, attention, backends
+from minimha.api import attention, backends
+from minimha.equations.option_types import Backend
 from minimha.equations.tiled import BLOCK_ROWS
 from minimha.explain.chart import Axis, Bars, Lines, Written
 from minimha.explain.numbers import in_units
@@ -32,7 +33,7 @@ ABOUT = (
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Count the bytes that attention moves and that a cache holds, and time two backends."""
+    """Run the experiment: count the bytes moved and the bytes of a cache, and time two backends."""
     traffic = tuple(map(_traffic, LENGTHS))
     cache, timed = _cache(), _timed(seed, progress)
     names: list[str] = [*_available()]
@@ -72,18 +73,24 @@ def _cache() -> tuple[tuple[int, int], ...]:
 
 
 def naive_bytes(n: int) -> int:
-    """Return the bytes that naive attention over n tokens reads and writes, weights included."""
+    """Return the bytes that naive attention over n tokens reads and writes.
+
+    Besides Q, K, V and O, they include scores and weights, each of which is written and read.
+    """
     return ITEM * (4 * n * n + 4 * n * WIDTH)
 
 
 def tiled_bytes(n: int) -> int:
-    """Return the bytes that tiled attention over n tokens reads and writes, without weights."""
+    """Return the bytes that tiled attention over n tokens reads and writes.
+
+    It reads Q once, and K and V once for each block of queries. It writes O and the log-sum-exp.
+    """
     num_blocks = -(-n // BLOCK_ROWS)
     return ITEM * (2 * n * WIDTH + 2 * n * WIDTH * num_blocks + n)
 
 
 def conclude(traffic: Rows, cache: Sequence[tuple[int, int]], timed: Rows) -> str:
-    """Return a sentence: the bytes moved, the cache that grouped heads need, and the times."""
+    """Return a sentence on the bytes moved, the cache of grouped heads, and two backends' times."""
     n, naive, tiled, _ = traffic[-1]
     part = dict(cache)[MODEL.num_kv_heads] / cache[0][1]
     words = (

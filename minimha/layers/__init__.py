@@ -1,7 +1,7 @@
-"""Layers built on attention, and the norms and feed-forward network of a transformer.
+"""Attention layers with weights, caches and position embeddings, and a transformer's other parts.
 
-A layer that is called with arrays of torch or JAX returns arrays of that library. Weights may be
-arrays of any library; tables of angles and biases are NumPy's.
+A layer called with torch or JAX arrays returns arrays of the same library. Weights may be arrays of
+any library. Functions that return tables of angles or biases return NumPy arrays.
 """
 
 from importlib import import_module
@@ -15,6 +15,7 @@ __all__ = [
     "KVCache",
     "LatentAttention",
     "LatentCache",
+    "LightningIndexer",
     "LinearScaling",
     "Llama3Scaling",
     "LongRoPEScaling",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from minimha.layers.cache import KVCache
     from minimha.layers.cosine import cosine_attention
     from minimha.layers.delta import DeltaCache, GatedDeltaNet
+    from minimha.layers.indexer import LightningIndexer
     from minimha.layers.latent import LatentAttention, LatentCache
     from minimha.layers.multihead import MultiHeadAttention, attention_weights
     from minimha.layers.pages import PagedKVCache, PagePool
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 else:
     MODULES = (
         "protocols", "multihead", "scalings", "rope", "cache", "pages", "latent", "biases",
-        "additive", "cosine", "delta",
+        "additive", "cosine", "delta", "indexer",
     )  # fmt: skip
 
     def __getattr__(name):

@@ -1,4 +1,4 @@
-"""Additive attention: a network with one hidden layer scores each query against each key."""
+"""Additive attention: a small neural network computes the score of each query and key."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import Masks, Positions, attention
+from minimha.api import attention
 from minimha.equations.arguments import as_floating, common_dtype
 from minimha.equations.arrays import like
 from minimha.equations.dense import for_query_heads
+from minimha.equations.option_types import Masks, Positions
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap, safe_tap
 
@@ -21,7 +22,7 @@ Array = NDArray[Any]
 
 
 class AdditiveOptions(Masks, Positions, total=False):
-    """Types of the options that ``additive_attention`` passes on to ``attention``."""
+    """Types of the options that ``additive_attention`` passes to ``minimha.attention``."""
 
     return_lse: bool
 
@@ -39,23 +40,23 @@ def additive_attention(
     tap: Tap = no_tap,
     **options: Unpack[AdditiveOptions],
 ) -> Any:
-    """Return softmax(S) V with S_ij = w · tanh(q_i W_q + k_j W_k + b), Bahdanau's attention.
+    """Return Bahdanau's attention softmax(S) V with scores S_ij = w · tanh(q_i W_q + k_j W_k + b).
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``Dq``, ``Dk``, ``Dv`` widths of a query, a key and a value, ``A`` hidden width. 2-D and 3-D
     arrays may be used as in ``minimha.attention``.
 
-    Scores are not scaled, since every score is within ±Σ|w|. Unlike a dot product, the function
-    stores B · H · Lq · Lk · A hidden numbers. ``minimha.attention`` computes softmax, masks and
-    output: it receives queries and keys of zeros, and the scores as a bias.
+    Scores are not scaled, since every score is between -Σ|w| and Σ|w|. The function stores
+    B · H · Lq · Lk · A hidden numbers. ``minimha.attention`` then applies masks and softmax and
+    computes the output: it receives the scores as ``attn_bias``, and queries and keys that are 0.
 
     The paper writes S_ij = v_aᵀ tanh(W_a s_i + U_a h_j) with columns s_i and h_j: W_q is W_aᵀ, W_k
-    is U_aᵀ, w is v_a. Luong's "concat" is the same, with W_q stacked above W_k.
+    is U_aᵀ and w is v_a. Luong's "concat" score is the same; its one matrix is W_q above W_k.
 
     Parameters
     ----------
     q : array_like of shape (B, H, Lq, Dq)
-        Integers are computed in float64, float16 and bfloat16 in float32.
+        Integers are computed in float64; float16 and bfloat16 are computed in float32.
     k : array_like of shape (B, Hkv, Lk, Dk)
         Query head h reads key/value head h // (H // Hkv).
     v : array_like of shape (B, Hkv, Lk, Dv)
@@ -67,11 +68,11 @@ def additive_attention(
     attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), optional
         Added to the scores; -inf hides a key.
     tap : callable ``tap(name, value) -> value``, optional
-        Receives q, k, the weights, q_hidden, k_hidden, hidden, energies (the scores), then the
-        steps of the attention.
+        Receives q, k, the weights, q_hidden, k_hidden, hidden and energies (the scores), then the
+        intermediates of the attention.
     **options
-        Those of ``minimha.attention`` except scale and softcap: causality, windows, masks, ALiBi,
-        sinks, return_lse, backend.
+        The options of ``minimha.attention`` except scale and softcap: causality, windows, masks,
+        ALiBi, sinks, return_lse, backend.
 
     Returns
     -------
@@ -81,7 +82,7 @@ def additive_attention(
     Raises
     ------
     TypeError, ValueError
-        An array does not fit the others, or an option does not exist here.
+        Shapes or dtypes do not fit each other, or an option such as scale is not supported.
     BackendUnavailable
         As in ``minimha.attention``.
 
@@ -93,7 +94,7 @@ def additive_attention(
 
     Examples
     --------
-    The scores are 2 tanh(0) and 2 tanh(1), so the second key's share is 1 / (1 + exp(-2 tanh(1))).
+    The scores are 2 tanh(0) and 2 tanh(1), so the second weight is 1 / (1 + exp(-2 tanh(1))).
 
     >>> additive_attention([[0]], [[0], [1]], [[0], [1]], W_q=[[1]], W_k=[[1]], w=[2]).round(4)
     array([[0.821]])

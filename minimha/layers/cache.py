@@ -1,7 +1,7 @@
-"""Caches of keys and values: a new token costs one row of scores, not a whole forward pass.
+"""Key/value caches: with a cache, a decode step computes scores only for the new tokens.
 
-A query sees the cached keys that it would see in a full forward pass, at the same positions. A
-prompt read at once, a prompt read in chunks and decoding token by token give the same rows.
+Whether tokens are appended at once, in chunks or one by one, the results are those of a full
+forward pass over all tokens. An 8-bit cache rounds keys and values first.
 
 Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``L`` tokens of a chunk, ``D`` head
 width, ``Dv`` value width.
@@ -10,7 +10,7 @@ width, ``Dv`` value width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from minimha.api import attention
 from minimha.equations.arguments import FLOATING, as_floating, as_integers, integer, name_of
+from minimha.equations.arrays import extension
+from minimha.equations.eight_bits import LARGEST, SCALES, is_eight_bit, quantized
 from minimha.equations.functions import PARAMETERS
 from minimha.equations.tap import Tap, no_tap
 from minimha.layers.protocols import CacheOptions
@@ -32,7 +34,7 @@ OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the
 
 
 class CausalCache(ABC):
-    """The base class of caches: append a chunk of tokens, then attend with its queries."""
+    """The base class of key/value caches for causal attention."""
 
     def __init__(self, batch: int) -> None:
         self._lengths: Integers = np.zeros(batch, np.int64)
@@ -40,26 +42,28 @@ class CausalCache(ABC):
 
     @property
     def lengths(self) -> Integers:
-        """The number of tokens appended to each batch entry so far, (B,), as a copy."""
+        """A copy of the number of tokens appended so far to each sequence of the batch, (B,)."""
         return np.array(self._lengths)
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
-        """Append copies of a chunk's keys and values; an error leaves the cache unchanged.
+        """Append a copy of a chunk's keys and values. An error leaves the cache unchanged.
 
         Parameters
         ----------
         k : array_like of shape (B, Hkv, L, D), the cache's dtype
         v : array_like of shape (B, Hkv, L, Dv), the cache's dtype
+            A cache with an 8-bit dtype accepts k and v of any floating dtype and quantises them.
         lengths : array_like of shape (B,), int, optional
-            The number of tokens of each batch entry, from 0 to L. Later rows are padding and are
-            dropped. Default is L for all.
+            The number of the chunk's tokens in each sequence, from 0 to L. Later rows are padding
+            and are not stored. Default is L for all.
 
         Raises
         ------
         TypeError
             A dtype differs from the cache's.
         ValueError
-            Shapes do not fit each other or the cache, or the chunk exceeds the free capacity.
+            Shapes do not fit each other or the cache, the chunk exceeds the free capacity, or a
+            number to be quantised is NaN, infinite or above 2^64.
         """
         stored = self._stored()
         arrays = {"k": as_floating("k", k), "v": as_floating("v", v)}
@@ -72,32 +76,35 @@ class CausalCache(ABC):
                 f"key needs one value"
             )
         added = _chunk_lengths(lengths, len(self._lengths), L)
-        self._write(**arrays, added=added)
+        self._write(*stored_as(arrays, stored[0].dtype, added), added=added)
         self._chunk = self._lengths, L
         self._lengths = self._lengths + added
 
     def undo(self) -> None:
         """Remove the last chunk, so that another chunk can replace it.
 
-        Tokens that a window dropped for this chunk do not return, since no later query sees them.
-        Until the next chunk, ``attend`` accepts no queries, and ``undo`` does nothing.
+        A cache with a window does not restore the tokens that the chunk displaced, since no later
+        query needs them. Until the next ``append``, ``attend`` raises ValueError, and ``undo`` does
+        nothing.
         """
         self._lengths = self._chunk[0]
         self._chunk = self._lengths, 0
 
     def attend(self, q: ArrayLike, *, tap: Tap = no_tap, **options: Unpack[CacheOptions]) -> Any:
-        """Return causal attention of the last chunk's queries over all cached keys.
+        """Compute causal attention of the last chunk's queries over all cached keys.
 
         Parameters
         ----------
         q : array_like of shape (B, H, L, D)
-            Queries of the last chunk. In a ragged chunk, ignore the output of padding rows.
+            The queries of the last chunk. The output of padding rows is meaningless.
         tap : callable ``tap(name, value) -> value``, optional
-            Receives every step of the attention; with pages, names like ``weights[sequence 0]``.
+            Receives every intermediate array. With a paged cache, names are like
+            ``weights[sequence 0]``.
         **options
-            Those of ``minimha.attention``, except is_causal, q_offset, kv_lengths and window_size,
-            which the cache sets. An ``attn_mask`` or ``attn_bias`` covers the keys at
-            ``key_positions``; paged caches accept neither.
+            The options of ``minimha.attention``, except is_causal, q_offset, kv_lengths and
+            window_size, which the cache sets. The keys of ``attn_mask``, ``attn_bias`` and
+            ``key_indices`` are those at ``key_positions`` of a ``KVCache``, or all keys of a paged
+            cache.
 
         Returns
         -------
@@ -107,8 +114,8 @@ class CausalCache(ABC):
         Raises
         ------
         TypeError, ValueError
-            An option is one that the cache sets, queries do not fit the last chunk, or a function
-            of positions is given to a cache with a window.
+            Queries do not fit the last chunk, or an option is one that the cache sets. A cache with
+            a window refuses ``score_mod`` and ``mask_mod`` too.
         """
         self._check_options(options)
         L, shape = self._chunk[1], as_floating("q", q).shape
@@ -125,12 +132,12 @@ class CausalCache(ABC):
         """Return arrays with the dtype, heads and widths of the cached keys and values."""
 
     @abstractmethod
-    def _write(self, k: Array, v: Array, added: Integers) -> None:
-        """Store a chunk's keys and values, ``added`` tokens of each batch entry."""
+    def _write(self, *chunk: Array, added: Integers) -> None:
+        """Store ``added`` tokens of each batch entry; ``chunk`` is a result of ``stored_as``."""
 
     @abstractmethod
     def _visible(self) -> tuple[Array, Array, dict[str, Any]]:
-        """Return keys and values for ``attention``, and the options about their positions."""
+        """Return keys and values for ``attention``, and options that give their positions."""
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         for name in OWN:
@@ -139,35 +146,40 @@ class CausalCache(ABC):
 
 
 class KVCache(CausalCache):
-    """A cache of the keys and values of the tokens so far, for causal attention.
+    """A key/value cache with contiguous arrays, for causal attention.
 
-    With ``window`` the oldest tokens are dropped. The results are then those of a full forward pass
-    with ``window_size=(window - 1, 0)``, for any number of tokens. A chunk of L tokens fits if
-    min(length, window - 1) + L is at most ``capacity``, since its first query needs the window - 1
-    tokens before it. A capacity of window + L - 1 is therefore enough, or ``window`` for decoding.
-    The arrays have twice the capacity, so that tokens stay contiguous and rarely move.
+    A cache with a ``window`` drops the oldest tokens. Its results are those of a full forward pass
+    with ``window_size=(window - 1, 0)``, for any number of tokens. The first query of a chunk of L
+    tokens needs the window - 1 tokens before it. A capacity of window + L - 1 is therefore enough,
+    or ``window`` if tokens come one by one. A chunk fits if min(length, window - 1) + L is at most
+    ``capacity``, where length is the number of tokens appended before. The arrays have twice the
+    capacity, so that tokens stay contiguous and rarely move.
 
     Parameters
     ----------
     batch, num_kv_heads, capacity, head_dim : int
-        ``capacity`` is the number of tokens that fit; the others are B, Hkv and D.
+        B, Hkv, the largest number of tokens, and D.
     value_dim : int, optional
         Dv. Default is D.
-    dtype : float16, bfloat16, float32 or float64, default float32
-        The dtype of keys and values.
+    dtype : float16, bfloat16, float32, float64, int8 or float8_e4m3fn, default float32
+        The dtype of keys and values. With 8 bits, each token and head has a scale in float32 for
+        its key and one for its value: the largest magnitude over 127 or 448, or 1 for a row of
+        zeros. Quotients are rounded to nearest, ties to even.
     window : int, optional
-        How many tokens a query sees, including its own; at most ``capacity``. Default is all.
+        The number of tokens that a query attends to, its own included; at most ``capacity``.
+        Default is all.
 
     Attributes
     ----------
     lengths : ndarray of shape (B,), int64
-        The number of tokens appended so far, including dropped tokens: the position of the next
-        token. A copy.
+        A copy of the number of tokens appended so far, dropped tokens included. It is also the
+        position of the next token.
 
     Raises
     ------
     TypeError, ValueError
-        A size is not a positive integer, the dtype is another, or ``window`` exceeds ``capacity``.
+        A size is not a positive integer, the dtype is not listed above, or ``window`` exceeds
+        ``capacity``.
 
     References
     ----------
@@ -212,8 +224,8 @@ class KVCache(CausalCache):
         super().__init__(batch)
         self.window, self.capacity, self.dtype = window, capacity, cached_dtype(dtype)
         room = capacity if window is None else 2 * capacity
-        self._k = np.zeros((batch, num_kv_heads, room, head_dim), self.dtype)
-        self._v = np.zeros((batch, num_kv_heads, room, value_dim), self.dtype)
+        shape = (batch, num_kv_heads, room)
+        self._arrays = new_arrays(shape, head_dim, value_dim, self.dtype)
         self._base: Integers = np.zeros(batch, np.int64)  # the position of slot 0
         self._first: Integers = np.zeros(batch, np.int64)  # the oldest token in the cache
 
@@ -226,27 +238,28 @@ class KVCache(CausalCache):
         return np.asarray(np.where(is_kept, positions, -1), np.int64)
 
     def _stored(self) -> tuple[Array, Array]:
-        return self._k, self._v
+        return self._arrays[0], self._arrays[1]
 
-    def _write(self, k: Array, v: Array, added: Integers) -> None:
+    def _write(self, *chunk: Array, added: Integers) -> None:
         self._check_capacity(added)
         stops = self._lengths + added
-        if (stops - self._base).max() > self._k.shape[2]:
+        if (stops - self._base).max() > self._arrays[0].shape[2]:
             self._slide()
         for b, (start, count) in enumerate(zip(self._lengths - self._base, added, strict=True)):
-            self._k[b, :, start : start + count] = k[b, :, :count]
-            self._v[b, :, start : start + count] = v[b, :, :count]
+            for array, new in zip(self._arrays, chunk, strict=True):
+                array[b, :, start : start + count] = new[b, :, :count]
         self._first = np.maximum(self._first, stops - self.capacity)
 
     def _visible(self) -> tuple[Array, Array, dict[str, Any]]:
         slots = self._slots()
-        k, v = self._k[:, :, slots], self._v[:, :, slots]
+        k, v, *scales = (array[:, :, slots] for array in self._arrays)
         for view in (k, v):
             view.flags.writeable = False  # so that a tap cannot change the cache
         first = self._base + slots.start
         return k, v, {
             "window_size": None if self.window is None else (self.window - 1, 0),
             "q_offset": self._chunk[0] - first, "kv_lengths": self._lengths - first,
+            **dict(zip(SCALES.values(), scales, strict=False)),
         }  # fmt: skip
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
@@ -260,19 +273,19 @@ class KVCache(CausalCache):
                 )
 
     def _slots(self) -> slice:
-        """Return the slots from the first to the last cached token of any batch entry."""
+        """Return the slice of slots from the first to the last cached token of all sequences."""
         first, stop = (self._first - self._base).min(), (self._lengths - self._base).max()
         return slice(int(first), int(stop))
 
     def _slide(self) -> None:
         for b, (start, stop) in enumerate(zip(self._first, self._lengths, strict=True)):
             kept = slice(start - self._base[b], stop - self._base[b])
-            for array in (self._k, self._v):
+            for array in self._arrays:
                 array[b, :, : stop - start] = array[b, :, kept]
         self._base = self._first.copy()
 
     def _check_capacity(self, added: Integers) -> None:
-        """Raise ValueError if a chunk would overwrite keys that its queries see."""
+        """Raise ValueError if a chunk would overwrite keys that its queries attend to."""
         needed = self._lengths
         if self.window is not None:
             needed = np.minimum(needed, self.window - 1)
@@ -297,7 +310,7 @@ def _check_fits(name: str, array: Array, B: int, stored: Array) -> None:
                 f"{name_of(name)} has {letter}={got} but the cache has {letter}={expected}: "
                 f"expected ({B}, {Hkv}, L, {width}), got {array.shape}"
             )
-    if array.dtype != stored.dtype:
+    if array.dtype != stored.dtype and not is_eight_bit(stored.dtype):
         raise TypeError(
             f"{name_of(name)} has dtype {array.dtype} but the cache has {stored.dtype}: convert it "
             f"first, so that no rounding goes unnoticed"
@@ -315,13 +328,46 @@ def _chunk_lengths(lengths: ArrayLike | None, B: int, L: int) -> Integers:
     return array
 
 
+def new_arrays(shape: Sequence[int], D: int, Dv: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+    """Return arrays of zeros for keys (*shape, D) and values (*shape, Dv).
+
+    If ``dtype`` has 8 bits, the scales of keys and of values, arrays of ones, follow: both have the
+    shape ``shape`` and are float32.
+    """
+    arrays = np.zeros((*shape, D), dtype), np.zeros((*shape, Dv), dtype)
+    if not is_eight_bit(dtype):
+        return arrays
+    return *arrays, np.ones(shape, np.float32), np.ones(shape, np.float32)
+
+
+def stored_as(
+    arrays: Mapping[str, Array], dtype: np.dtype[Any], added: Integers
+) -> tuple[Array, ...]:
+    """Return k and v as ``new_arrays`` stores them: in ``dtype``, with scales if it has 8 bits.
+
+    ``added`` (B,) is the number of tokens of each sequence. Later rows are padding and may hold any
+    numbers.
+    """
+    if not is_eight_bit(dtype):
+        return tuple(arrays.values())
+    is_token = np.arange(arrays["k"].shape[2]) < added[:, None, None]
+    (k, k_scale), (v, v_scale) = (
+        quantized(name, np.where(is_token[..., None], x, x.dtype.type(0)), dtype)
+        for name, x in arrays.items()
+    )
+    return k, v, k_scale, v_scale
+
+
 def cached_dtype(value: DTypeLike) -> np.dtype[Any]:
-    """Return ``value`` as a NumPy dtype; TypeError unless it is a floating dtype."""
+    """Return ``value`` as a NumPy dtype; raise TypeError unless a cache may have it."""
+    given, choices = value, (*FLOATING, *LARGEST)
+    if isinstance(value, str) and value == "float8_e4m3fn":
+        value = extension("dtype", "float8_e4m3fn")
     try:
         dtype = np.dtype(value)
     except TypeError:
         dtype = None
-    if dtype is None or dtype.name not in FLOATING:
-        given = value if dtype is None else dtype
-        raise TypeError(f"dtype is {given}: expected one of {', '.join(FLOATING)}")
+    if dtype is None or dtype.name not in choices:
+        shown = given if dtype is None else dtype
+        raise TypeError(f"dtype is {shown}: expected one of {', '.join(choices)}")
     return dtype

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import Masks, Positions, attention
+from minimha.api import attention
 from minimha.equations.arguments import as_floating, cast, flag
 from minimha.equations.arrays import like
+from minimha.equations.option_types import Masks, Positions
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap, renamed, safe_tap
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CosineOptions(Masks, Positions, total=False):
-    """Types of the options that ``cosine_attention`` passes on to ``attention``."""
+    """Types of the options that ``cosine_attention`` passes to ``minimha.attention``."""
 
     attn_bias: ArrayLike | None
     softcap: float | None
@@ -34,36 +35,36 @@ def cosine_attention(
     tap: Tap = no_tap,
     **options: Unpack[CosineOptions],
 ) -> Any:
-    """Return softmax(scale · cos) V with cos_ij = q_i · k_j / (|q_i| |k_j|).
+    """Return cosine attention softmax(scale · cos) V, with cos_ij = q_i · k_j / (|q_i| |k_j|).
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``D`` head width, ``Dv`` value width. As in ``minimha.attention``, arrays may be 2-D or 3-D.
 
-    The cosine of a vector of zeros with any other vector is 0 here. Libraries divide by max(|x|, ε)
-    instead, which pulls the cosines of vectors shorter than ε towards 0 (torch: ε is 1e-12 in
-    ``normalize``, 1e-8 in ``cosine_similarity``).
+    The cosine of a zero vector and any other vector is defined as 0. Libraries divide x by
+    max(|x|, ε), not by |x|, which reduces the cosines of vectors shorter than ε. In torch, ε is
+    1e-12 in ``normalize`` and 1e-8 in ``cosine_similarity``.
 
-    A softmax over plain cosines is nearly flat: with the default scale of 1 no key gets more than
-    e² ≈ 7.4 times the weight of another. Models therefore learn a scale. Swin Transformer V2 has
-    one per head, 1/τ with τ ≥ 0.01, so at most 100. Henry et al. have one per layer, and start at
+    A softmax over plain cosines is nearly flat. With the default scale of 1, weights of a row
+    differ by a factor of at most e² ≈ 7.4. Models therefore learn a scale. Swin Transformer V2
+    learns 1/τ for each head, with τ ≥ 0.01. Henry et al. learn one scale per layer, initially
     log2(L² - L) for sequences of L tokens.
 
     Parameters
     ----------
     q : array_like of shape (B, H, Lq, D)
-        Integers are computed in float64, float16 and bfloat16 in float32.
+        Integers are computed in float64; float16 and bfloat16 are computed in float32.
     k : array_like of shape (B, Hkv, Lk, D)
         Query head h reads key/value head h // (H // Hkv).
     v : array_like of shape (B, Hkv, Lk, Dv)
     scale : float or array_like of shape (H,), default 1.0
-        The finite factor of the cosines: one number, or one per head.
+        The factor of the cosines, finite: one number, or one per head.
     return_lse : bool, default False
-        Return the log-sum-exp too.
+        Whether to return the log-sum-exp of the scores too.
     tap : callable ``tap(name, value) -> value``, optional
-        Receives q, k, q_unit, k_unit, cosine (unless each head has a scale), scaled_cosine, then
-        the steps of the attention.
+        Receives q, k, q_unit, k_unit, cosine (unless each head has a scale) and scaled_cosine,
+        then the intermediates of the attention.
     **options
-        Those of ``minimha.attention``: masks, biases, windows, sinks, backend.
+        Further options of ``minimha.attention``: masks, biases, windows, sinks, backend.
 
     Returns
     -------
@@ -73,7 +74,7 @@ def cosine_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit the others, or ``scale`` is not finite.
+        Shapes or dtypes do not fit each other, or ``scale`` is not finite.
     BackendUnavailable
         As in ``minimha.attention``.
 
@@ -84,7 +85,7 @@ def cosine_attention(
 
     Examples
     --------
-    A query that is ten times longer gets the same output.
+    The output does not depend on the length of the query vector.
 
     >>> k, v = [[1, 0], [0, 5]], [[1], [3]]
     >>> cosine_attention([[1, 0], [10, 0]], k, v, scale=2).round(4)

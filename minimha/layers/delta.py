@@ -1,4 +1,4 @@
-"""Gated DeltaNet: a layer whose heads keep a state of fixed size in place of keys and values."""
+"""Gated DeltaNet: a layer with a state of fixed size per head instead of a key/value cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minimha.equations.arguments import (
     number,
 )
 from minimha.equations.arrays import like
-from minimha.equations.problem import per_batch
+from minimha.equations.option_arrays import per_batch
 from minimha.equations.tap import Tap, no_tap, renamed, safe_tap
 from minimha.layers.feed_forward import silu
 from minimha.layers.linear import product
@@ -31,43 +31,55 @@ Array = NDArray[Any]
 
 @dataclass
 class DeltaCache:
-    """What a ``GatedDeltaNet`` keeps of earlier tokens, made by ``layer.new_cache``.
+    """The state of a ``GatedDeltaNet`` after earlier tokens, made by ``layer.new_cache``.
 
-    ``state`` is (B, H, D, Dv), and ``window`` (B, K - 1, channels) has what the convolution needs
-    of the last tokens. Their size does not depend on the number of tokens.
+    ``state`` (B, H, D, Dv) is the memory of the delta rule. ``window`` (B, K - 1, channels) has the
+    convolution's inputs of the last K - 1 tokens. The sizes of both do not depend on the number of
+    tokens. ``lengths`` (B,) is the number of tokens of each batch entry, which is limited to
+    ``capacity`` unless that is None.
     """
 
     state: Array
     window: Array
+    lengths: NDArray[np.int64]
+    capacity: int | None = None
+
+    def check_room(self, added: NDArray[np.int64]) -> None:
+        """Raise ValueError if ``added`` (B,) further tokens exceed ``capacity``."""
+        if self.capacity is not None and (self.lengths + added).max() > self.capacity:
+            raise ValueError(
+                f"{name_of('x')} has {added.max()} tokens after {self.lengths.max()} cached ones: "
+                f"together they exceed capacity={self.capacity}"
+            )
 
 
 class GatedDeltaNet:
-    """A gated delta net layer, as in Qwen3-Next: projections, short convolution, memory, gate.
+    """A Gated DeltaNet layer, as in Qwen3-Next: projections, short convolution, memory, gate.
 
-    q, k and v are silu(conv(x W_qkv)), where the convolution mixes each channel with the same
-    channel of the K - 1 tokens before. The memory, ``gated_delta_rule``, has β = sigmoid(x W_b)
+    q, k and v are silu(conv(x W_qkv)). The convolution mixes each channel over a token and the
+    K - 1 tokens before it. ``gated_delta_rule`` then computes o from q, k, v, β = sigmoid(x W_b)
     and g = -exp(A_log) · log(1 + exp(x W_a + dt_bias)). A head's output is norm(o) · silu(x W_z),
     and the layer's is concat(head_0, …) W_o.
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` and ``Eo`` widths of x and of the output, ``Hk`` heads of
-    queries and keys, ``H`` of values, ``D`` key width, ``Dv`` value width, ``K`` width of the
+    queries and keys, ``H`` heads of values, ``D`` key width, ``Dv`` value width, ``K`` width of the
     convolution.
 
     Parameters
     ----------
     parameters : mapping of str to array_like
-        W_qkv (E, 2 · Hk · D + H · Dv), all queries, then keys, then values; conv (as many channels,
-        K), the last column for the token itself; W_z (E, H · Dv); W_b and W_a (E, H); A_log and
-        dt_bias (H,); g_o (Dv,), the gain of the norm; W_o (H · Dv, Eo).
+        W_qkv (E, channels) with channels = 2 · Hk · D + H · Dv: queries, then keys, then values;
+        conv (channels, K), the last column for the token itself; W_z (E, H · Dv); W_b and W_a
+        (E, H); A_log and dt_bias (H,); g_o (Dv,), the gain of the norm; W_o (H · Dv, Eo).
     num_heads, num_key_heads : int
         H and Hk; H must be a multiple of Hk.
     epsilon : float, default 1e-6
-        Added to the mean square under the root of the norm.
+        The ε that the RMS norm adds to the mean square.
 
     Raises
     ------
     TypeError, ValueError
-        A weight is missing, is unknown or does not fit the others.
+        A weight is missing, unknown or of a wrong shape.
 
     References
     ----------
@@ -115,35 +127,42 @@ class GatedDeltaNet:
                 raise ValueError(f"{name_of(name)} has shape {shape}: expected {wanted}")
         self.dtype = common_dtype({name: array.dtype for name, array in self.weights.items()})
 
-    def new_cache(self, batch: int) -> DeltaCache:
-        """Return a cache for ``batch`` sequences without tokens."""
+    def new_cache(self, batch: int, capacity: int | None = None) -> DeltaCache:
+        """Return a cache for ``batch`` sequences, before their first token.
+
+        ``capacity`` is the largest number of tokens of a sequence. Default is no limit.
+        """
         B, compute = integer("batch", batch), compute_dtype(self.dtype)
         return DeltaCache(
             np.zeros((B, self.num_heads, self.head_dim, self.value_dim), compute),
             np.zeros((B, self.width - 1, self.channels), compute),
+            np.zeros(B, np.int64),
+            None if capacity is None else integer("capacity", capacity),
         )
 
     def __call__(
         self, x: ArrayLike, *, cache: DeltaCache | None = None, lengths: ArrayLike | None = None,
         cu_seqlens: ArrayLike | None = None, backend: Any = "auto", tap: Tap = no_tap,
     ) -> Any:  # fmt: skip
-        """Return the layer's output for the tokens ``x`` and the cached tokens before them.
+        """Return the layer's output for the tokens ``x``, which follow the cached tokens.
 
         Parameters
         ----------
         x : array_like of shape (L, E) or (B, L, E)
         cache : DeltaCache, optional
-            Earlier tokens; the tokens of x are added. An error leaves it unchanged.
+            The state after earlier tokens. The call updates it with the tokens of x; an error
+            leaves it unchanged.
         lengths : int or array_like of shape (B,), int, optional
-            Later tokens are padding: their output is 0, and the cache does not see them.
+            The number of tokens of each sequence. Later tokens are padding: their output is 0,
+            and they do not change the cache. Default is L.
         cu_seqlens : array_like of shape (n + 1,), int, optional
-            Packed sequences, as in ``gated_delta_rule``; neither memory nor convolution reaches
-            from one to the next. Only with B = 1 and without a cache.
+            The borders of n packed sequences, as in ``gated_delta_rule``. The sequences are
+            independent. Allowed only with B = 1, and without ``cache`` and ``lengths``.
         backend : str, default "auto"
-            That of ``gated_delta_rule``.
+            The backend of ``gated_delta_rule``.
         tap : callable ``tap(name, value) -> value``, optional
-            Receives x, qkv, convolved, g, every step of the memory, head_output, gate, gated and
-            output.
+            Receives x, qkv, convolved, g, every step of the memory, head_output, gate, gated, W_o
+            and output.
 
         Returns
         -------
@@ -171,6 +190,8 @@ class GatedDeltaNet:
         if cache is not None and len(cache.state) != B:
             raise ValueError(f"{name_of('x')} has B={B} but the cache has B={len(cache.state)}")
         stops = per_batch("lengths", L if lengths is None else lengths, B, (0, L))
+        if cache is not None:
+            cache.check_room(stops)
         if lengths is not None:
             rows = np.where(np.arange(L)[:, None] < stops[:, None, None], rows, y.dtype.type(0))
         window = np.zeros((B, self.width - 1, self.channels)) if cache is None else cache.window
@@ -194,14 +215,15 @@ class GatedDeltaNet:
         gate = tap("gate", self._linear("W_z", rows)).reshape(B, L, H, self.value_dim)
         normed = rms_norm(O.swapaxes(1, 2), self._array("g_o", y.dtype), self.epsilon)
         gated = tap("gated", (normed * silu(gate)).reshape(B, L, H * self.value_dim))
-        output = tap("output", self._linear("W_o", gated))
+        output = tap("output", product(gated, tap("W_o", self._array("W_o", y.dtype))))
         if cache is not None:
             kept = stops[:, None] + np.arange(self.width - 1)
             cache.state, cache.window = state, np.take_along_axis(padded, kept[..., None], axis=1)
+            cache.lengths = cache.lengths + stops
         return like(x, (output if y.ndim == 3 else output[0]).astype(dtype, copy=False))
 
     def _convolved(self, padded: Array, cu_seqlens: ArrayLike | None) -> Array:
-        """Return the causal convolution (B, L, channels) of ``padded``, K - 1 tokens longer."""
+        """Return the causal convolution (B, L, channels) of ``padded`` (B, L + K - 1, channels)."""
         K, weights = self.width, self._array("conv", padded.dtype)
         L = padded.shape[1] - K + 1
         total = np.zeros((len(padded), L, self.channels), padded.dtype)

@@ -1,4 +1,4 @@
-"""The feed-forward network: one hidden layer, applied to each token separately.
+"""Feed-forward networks with one hidden layer, applied to each token separately.
 
 Axes: ``L`` tokens, ``E`` model width, ``F`` width of the hidden layer.
 """
@@ -22,12 +22,12 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 
 def relu(x: Array) -> Array:
-    """Return max(x, 0) for each number."""
+    """Return the rectified linear unit, max(x, 0), of each number."""
     return np.asarray(np.maximum(x, x.dtype.type(0)))
 
 
 def gelu(x: Array) -> Array:
-    """Return x · Φ(x), with the normal distribution's Φ(x) = (1 + erf(x / √2)) / 2.
+    """Return x · Φ(x), with the standard normal distribution function Φ(x) = (1 + erf(x/√2)) / 2.
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
 
@@ -39,7 +39,7 @@ def gelu(x: Array) -> Array:
 
 
 def gelu_tanh(x: Array) -> Array:
-    """Return x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2, GPT-2's approximate ``gelu``.
+    """Return GPT-2's approximation of ``gelu``, x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2.
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
 
@@ -59,11 +59,13 @@ def silu(x: Array) -> Array:
     array([-0.2689,  0.    ,  0.7311])
     """
     with np.errstate(over="ignore"):  # exp(-x) may be infinite, x / ∞ is 0
-        return np.asarray(x / (1 + np.exp(-x)))
+        y = np.asarray(np.exp(-x))
+        y += 1
+        return np.asarray(np.divide(x, y, out=y))
 
 
 def quick_gelu(x: Array) -> Array:
-    """Return x · sigmoid(1.702 x), another approximate ``gelu``.
+    """Return x · sigmoid(1.702 x), a fast approximation of ``gelu``.
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
 
@@ -75,7 +77,7 @@ def quick_gelu(x: Array) -> Array:
 
 
 def relu_squared(x: Array) -> Array:
-    """Return max(x, 0)² for each number (So et al., "Primer", 2021, section 4)."""
+    """Return max(x, 0)² of each number (So et al., "Primer", 2021, section 4)."""
     return np.square(relu(x))
 
 
@@ -89,7 +91,8 @@ ACTIVATIONS = {
 class FeedForward:
     """A feed-forward network: activation(x W_in + b_in) W_out + b_out for each token x.
 
-    With a gate: (activation(x W_gate + b_gate) · (x W_in + b_in)) W_out + b_out.
+    If ``W_gate`` is given, the output is (activation(x W_gate + b_gate) · (x W_in + b_in)) W_out +
+    b_out.
 
     Parameters
     ----------
@@ -101,8 +104,9 @@ class FeedForward:
     W_gate : ndarray of shape (E, F), optional
         The gate's matrix: SwiGLU with silu, GEGLU with gelu. Default is no gate.
     limit : float, optional
-        With a gate: the activation's input becomes min(x W_gate + b_gate, limit), and its factor
-        x W_in + b_in is clipped to -limit … limit and then added to 1, as in gpt-oss.
+        Clips as in gpt-oss, if there is a gate: the activation's input becomes min(x W_gate +
+        b_gate, limit), and x W_in + b_in becomes 1 + clip(x W_in + b_in, -limit, limit). Default is
+        neither clipping nor the added 1.
 
     References
     ----------
@@ -128,8 +132,8 @@ class FeedForward:
     def __call__(self, x: Array, tap: Tap = no_tap) -> Array:
         """Return the output (..., L, E) for the tokens ``x`` (..., L, E).
 
-        ``tap`` receives the weights, expanded, activated and feed_forward; with a gate also
-        gate_input and gated_product; with a limit also gate_limited and expanded_limited.
+        ``tap`` receives the weights, expanded, activated and feed_forward. With a gate it also
+        receives gate_input and gated_product, and with a limit gate_limited and expanded_limited.
         """
         activate, tap = ACTIVATIONS[self.activation], safe_tap(tap)
         if self.W_gate is None:

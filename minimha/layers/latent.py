@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one short vector per token gives keys and values of all heads."""
+"""Multi-head latent attention: the keys and values of all heads come from one vector per token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from minimha.api import AttentionOptions, attention
+from minimha.api import attention
 from minimha.equations.arguments import (
     as_floating,
     common_dtype,
@@ -19,8 +19,10 @@ from minimha.equations.arguments import (
     number,
 )
 from minimha.equations.arrays import like
+from minimha.equations.option_types import AttentionOptions
 from minimha.equations.tap import Tap, no_tap, renamed, safe_tap
 from minimha.layers.cache import cached_dtype
+from minimha.layers.indexer import LightningIndexer, Visibility
 from minimha.layers.linear import product
 from minimha.layers.norms import rms_norm
 from minimha.layers.rope import RoPE
@@ -35,18 +37,21 @@ WEIGHTS = (*REQUIRED, "W_q", "W_dq", "g_q", "W_uq", "b_dq", "b_dkv", "b_o")
 
 
 class LatentCache:
-    """A cache for ``LatentAttention``: per token, a latent of width C and a rotated key of width R.
+    """A cache for ``LatentAttention``: a latent of width C and a rotated key of width R per token.
+
+    If the layer has an indexer, its key of width Di follows in each token's row.
 
     Parameters
     ----------
     batch, capacity, width : int
-        ``batch`` is B, ``width`` is a layer's ``cached_width``, C + R. ``capacity`` tokens fit.
+        B, the largest number of tokens, and the layer's ``cached_width``.
     dtype : float16, bfloat16, float32 or float64, default float32
+        The dtype of the latents and keys.
 
     Raises
     ------
     TypeError, ValueError
-        A size is not a positive integer, or the dtype is another.
+        A size is not a positive integer, or the dtype is not listed above.
     """
 
     def __init__(
@@ -58,13 +63,13 @@ class LatentCache:
 
     @property
     def rows(self) -> Array:
-        """The cached latents and keys, (B, length, C + R); read-only."""
+        """The cached latents and keys, a read-only view of shape (B, length, width)."""
         rows = self._rows[:, : self.length]
         rows.flags.writeable = False
         return rows
 
     def append(self, rows: Array) -> None:
-        """Append the rows (B, L, C + R) of the next L tokens; ValueError if they do not fit."""
+        """Append the rows (B, L, width) of L tokens; raise ValueError if they do not fit."""
         B, capacity, width = self._rows.shape
         if rows.ndim != 3 or (rows.shape[0], rows.shape[2]) != (B, width):
             raise ValueError(f"rows have shape {rows.shape}: expected ({B}, L, {width})")
@@ -79,15 +84,22 @@ class LatentCache:
         self._rows[:, self.length : stop] = rows
         self.length = stop
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each batch entry so far, (B,): the position of the next one."""
+        return np.full(len(self._rows), self.length)
+
 
 class LatentAttention:
     """A multi-head latent attention layer: keys and values come from one latent c per token.
 
-    Head h has the keys [c W_uk[h], k_R] and the values c W_uv[h]; the output is concat(head_0, …)
-    W_o. A cache stores the latents c = norm(x W_dkv) and the rotated key k_R, one for all heads.
+    The latent c = norm(x W_dkv) and a rotated key k_R are shared by all heads; a cache stores only
+    these two. Head h has the keys [c W_uk[h], k_R] and the values c W_uv[h]. The output is
+    concat(head_0, …) W_o.
+
     The unrotated part of a score is q · (c W_uk[h]) = (q W_uk[h]ᵀ) · c. The *absorbed* form
-    therefore multiplies queries by W_ukᵀ and the output by W_uv. There is then one key/value head
-    of width C + R, and the keys and values of the heads are never computed.
+    therefore multiplies queries by W_ukᵀ, and the means of latents by W_uv. It has one key/value
+    head of width C + R, and does not compute the keys and values of the heads.
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``C`` width of a latent, ``Cq``
     width of a query's latent, ``D`` unrotated width, ``R`` rotated width, ``Dv`` value width.
@@ -95,27 +107,30 @@ class LatentAttention:
     Parameters
     ----------
     parameters : mapping of str to array_like
-        W_dkv (E, C + R); g_kv (C,); W_ukv (C, H · (D + Dv)), each head's key, then its value; W_o
-        (H · Dv, E); and either W_q (E, H · (D + R)) or W_dq (E, Cq), g_q (Cq,) and W_uq
-        (Cq, H · (D + R)). Biases b_dq, b_dkv and b_o are optional. All are applied as x @ W + b.
+        W_dkv (E, C + R); g_kv (C,); W_ukv (C, H · (D + Dv)), the columns of each head's key, then
+        its value; W_o (H · Dv, E); and either W_q (E, H · (D + R)) or W_dq (E, Cq), g_q (Cq,) and
+        W_uq (Cq, H · (D + R)). Biases b_dq, b_dkv and b_o are optional. All are used as x @ W + b.
     num_heads : int
         H.
     rope : RoPE
-        Rotates the last R numbers of every query, and the key shared by all heads.
+        The rotation of the shared key, and of the last R numbers of each query.
     scale : float, optional
-        Default is 1/√(D + R).
+        The factor of the scores. Default is 1/√(D + R).
     epsilon : float, default 1e-6
-        Added to the mean square under the root of the norms.
+        The ε that the RMS norms add to the mean square.
+    indexer : LightningIndexer, optional
+        Picks the keys to which each query attends, from x and the query's latent, as in
+        DeepSeek-V3.2. It needs W_dq. Default is to attend to all keys.
 
     Attributes
     ----------
     cached_width : int
-        C + R.
+        C + R, and with an indexer Di more.
 
     Raises
     ------
     TypeError, ValueError
-        A weight is missing, is unknown or does not fit the others.
+        A weight is missing, unknown or of a wrong shape.
 
     References
     ----------
@@ -139,6 +154,7 @@ class LatentAttention:
         rope: RoPE,
         scale: float | None = None,
         epsilon: float = 1e-6,
+        indexer: LightningIndexer | None = None,
     ) -> None:
         self.weights = {name: as_floating(name, value) for name, value in parameters.items()}
         self.num_heads, self.rope = integer("num_heads", num_heads), rope
@@ -146,8 +162,9 @@ class LatentAttention:
         self._check_names()
         W_dkv, W_o = self._matrix("W_dkv"), self._matrix("W_o")
         W_q = self._matrix("W_q" if "W_q" in self.weights else "W_uq")
-        self.d_model, self.cached_width = W_dkv.shape
-        self.latent_dim = self.cached_width - rope.head_dim
+        self.d_model, kept_width = W_dkv.shape
+        self.latent_dim, self.indexer = kept_width - rope.head_dim, indexer
+        self.cached_width = kept_width + (indexer.rope.head_dim if indexer else 0)
         self.head_dim = W_q.shape[1] // self.num_heads - rope.head_dim
         self.value_dim = W_o.shape[0] // self.num_heads
         for name, expected in self._shapes(W_o.shape[1]).items():
@@ -156,6 +173,8 @@ class LatentAttention:
                     f"{name_of(name)} has shape {self.weights[name].shape}: expected {expected} "
                     f"with H={num_heads}, R={rope.head_dim} and the other weights"
                 )
+        if indexer is not None:
+            self._check_indexer(indexer)
         self.dtype = common_dtype({name: array.dtype for name, array in self.weights.items()})
         width = self.head_dim + rope.head_dim
         self.scale = float(width**-0.5) if scale is None else number("scale", scale)
@@ -167,32 +186,41 @@ class LatentAttention:
         positions: ArrayLike | None = None,
         cache: LatentCache | None = None,
         is_absorbed: bool | None = None,
+        return_key_indices: bool = False,
         tap: Tap = no_tap,
         **options: Unpack[AttentionOptions],
     ) -> Any:
-        """Return attention from ``x`` to itself and to the cached tokens.
+        """Return the layer's output for the tokens ``x``, which follow the cached tokens.
 
         Parameters
         ----------
         x : array_like of shape (L, E) or (B, L, E)
         positions : array_like of shape (L,) or (B, L), int, optional
-            Default is 0, 1, …, counted from the cache's length if there is a cache.
+            The tokens' positions. Default is 0, 1, …, or with a cache its length, length + 1, ….
         cache : LatentCache, optional
-            Earlier tokens; the tokens of x are appended. Attention is then causal.
+            Earlier tokens; the call appends those of x. Attention is then causal.
         is_absorbed : bool, optional
-            Whether to use the absorbed form. Default is the form with fewer products. Per head, the
-            absorbed form has Lq · Lk · (2 C - D - Dv) more products in the attention, and
-            (Lk - Lq) · C · (D + Dv) fewer in projections. By default, prompts are thus not absorbed
-            unless C is small; with DeepSeek's sizes, up to 170 tokens after a long prompt are.
+            Whether to use the absorbed form. Default is the form with fewer multiplications. Per
+            head, for Lq queries and Lk keys, the absorbed form needs Lq · Lk · (2 C - D - Dv) more
+            multiplications in the attention, and (Lk - Lq) · C · (D + Dv) fewer in projections.
+            With DeepSeek's sizes, it is the default if a call has at most 170 tokens after a long
+            prompt.
+        return_key_indices : bool, default False
+            Whether to return the indices of the picked keys too, which other layers may use.
         tap : callable ``tap(name, value) -> value``, optional
-            Receives x, the latents, every step of the attention, concat and output.
+            Receives x, the steps of the indexer, the latents, every intermediate of the attention,
+            concat, W_o, b_o and output.
         **options
-            Those of ``minimha.attention``, except scale and return_lse; is_causal and q_offset only
-            without a cache.
+            The options of ``minimha.attention``, except scale and return_lse. With a cache,
+            is_causal and q_offset are not options either. ``key_indices``, such as those of another
+            layer, replace the indexer's.
 
         Returns
         -------
-        array of shape (L, E) or (B, L, E)
+        output : array of shape (L, E) or (B, L, E)
+        key_indices : ndarray of shape (B, 1, L, K), int32, or None; if ``return_key_indices``
+            The indices that the attention used, as ``LightningIndexer`` returns them. None if it
+            used all keys.
 
         Raises
         ------
@@ -213,7 +241,7 @@ class LatentAttention:
         rows = y if y.ndim == 3 else y[None]
         seen = 0 if cache is None else cache.length
         at = np.arange(seen, seen + rows.shape[1]) if positions is None else positions
-        q, kept = self._queries(rows, at), self._kept(rows, at)
+        (q, latents), kept = self._queries(rows, at), self._kept(rows, at)
         if cache is not None:
             if "is_causal" in options or "q_offset" in options:
                 raise TypeError("is_causal and q_offset are no options with a cache: it sets both")
@@ -223,7 +251,9 @@ class LatentAttention:
         if is_absorbed is None:
             is_absorbed = self._is_cheaper_absorbed(q.shape[2], kept.shape[1])
         attend = self._absorbed if flag("is_absorbed", is_absorbed) else self._expanded
+        has_indices = flag("return_key_indices", return_key_indices)
         try:
+            kept = self._picking(rows, latents, kept, at, tap, options)
             heads = attend(q, kept, tap, options)
         except Exception:
             if cache is not None:
@@ -231,17 +261,30 @@ class LatentAttention:
             raise
         width = self.num_heads * self.value_dim
         concat = tap("concat", heads.swapaxes(1, 2).reshape(*rows.shape[:2], width))
-        output = tap("output", self._linear("W_o", "b_o", concat))
+        output = tap("output", self._linear("W_o", "b_o", concat, tap))
         output = output if y.ndim == 3 else output[0]
-        return like(x, output.astype(dtype, copy=False))
+        result = like(x, output.astype(dtype, copy=False))
+        return (result, options.get("key_indices")) if has_indices else result
+
+    def _picking(
+        self, x: Array, latents: Array, kept: Array, at: ArrayLike, tap: Tap, options: Any
+    ) -> Array:
+        """Add ``key_indices`` to ``options`` if absent; return ``kept`` without indexer's keys."""
+        kept, keys = np.split(kept, [self.latent_dim + self.rope.head_dim], axis=-1)
+        if self.indexer is not None and options.get("key_indices") is None:
+            hiding = {name: y for name, y in options.items() if name in Visibility.__annotations__}
+            given: Any = {"keys": keys, "positions": at, "tap": tap, **hiding}
+            options["key_indices"] = self.indexer(x, latents, **given)
+        return kept
 
     def _is_cheaper_absorbed(self, Lq: int, Lk: int) -> bool:
-        """Return whether Lq queries and Lk keys need fewer products in the absorbed form."""
+        """Return whether the absorbed form needs fewer products for Lq queries and Lk keys."""
         expanded, absorbed = self.head_dim + self.value_dim, 2 * self.latent_dim
         return bool(Lq * Lk * (absorbed - expanded) < (Lk - Lq) * self.latent_dim * expanded)
 
-    def _queries(self, x: Array, at: ArrayLike) -> Array:
-        """Return queries (B, H, L, D + R), whose last R numbers are rotated."""
+    def _queries(self, x: Array, at: ArrayLike) -> tuple[Array, Array]:
+        """Return queries (B, H, L, D + R), whose last R numbers are rotated, and their latents."""
+        latents = x
         if "W_dq" in self.weights:
             latents = self._normed(self._linear("W_dq", "b_dq", x), "g_q")
             q = self._linear("W_uq", None, latents)
@@ -250,17 +293,18 @@ class LatentAttention:
         q = q.reshape(*q.shape[:2], self.num_heads, self.head_dim + self.rope.head_dim)
         q = q.swapaxes(1, 2)
         parts = q[..., : self.head_dim], self.rope.rotate(q[..., self.head_dim :], at)
-        return np.concatenate(parts, axis=-1)
+        return np.concatenate(parts, axis=-1), latents
 
     def _kept(self, x: Array, at: ArrayLike) -> Array:
-        """Return latents and the rotated key, (B, L, C + R), for a cache."""
+        """Return latents, rotated key and the indexer's key, (B, L, width), for a cache."""
         y = self._linear("W_dkv", "b_dkv", x)
         latents = self._normed(y[..., : self.latent_dim], "g_kv")
         rotated = self.rope.rotate(y[:, None, :, self.latent_dim :], at)[:, 0]
-        return np.concatenate([latents, rotated], axis=-1)
+        keys = [] if self.indexer is None else [self.indexer.keys(x, at)]
+        return np.concatenate([latents, rotated, *keys], axis=-1)
 
     def _expanded(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
-        """Return the heads (B, H, L, Dv), computed with the keys and values of every head."""
+        """Return the heads' outputs (B, H, L, Dv), from the keys and values of every head."""
         c, k_R = np.split(tap("latents_and_key", kept), [self.latent_dim], axis=-1)
         W_uk, W_uv = self._up(kept.dtype)
         k, v = c[:, None] @ W_uk, c[:, None] @ W_uv
@@ -270,7 +314,7 @@ class LatentAttention:
         return np.asarray(attention(q, k, v, scale=self.scale, tap=inner, **options))
 
     def _absorbed(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
-        """Return the heads (B, H, L, Dv), computed in the absorbed form."""
+        """Return the heads' outputs (B, H, L, Dv), in the absorbed form."""
         W_uk, W_uv = self._up(kept.dtype)
         parts = q[..., : self.head_dim] @ W_uk.swapaxes(-1, -2), q[..., self.head_dim :]
         k = kept[:, None]
@@ -292,10 +336,10 @@ class LatentAttention:
     def _normed(self, x: Array, gain: str) -> Array:
         return rms_norm(x, self.weights[gain].astype(x.dtype, copy=False), self.epsilon)
 
-    def _linear(self, W: str, b: str | None, x: Array) -> Array:
-        y = product(x, self.weights[W].astype(x.dtype, copy=False))
+    def _linear(self, W: str, b: str | None, x: Array, tap: Tap = no_tap) -> Array:
+        y = product(x, tap(W, self.weights[W].astype(x.dtype, copy=False)))
         bias = None if b is None else self.weights.get(b)
-        return y if bias is None else y + bias.astype(x.dtype, copy=False)
+        return np.asarray(y if bias is None else y + tap(str(b), bias.astype(x.dtype, copy=False)))
 
     def _shapes(self, output_dim: int) -> dict[str, tuple[int, ...]]:
         E, H, C, R = self.d_model, self.num_heads, self.latent_dim, self.rope.head_dim
@@ -314,6 +358,19 @@ class LatentAttention:
         if array.ndim != 2:
             raise ValueError(f"{name_of(name)} has shape {array.shape}: expected 2 axes")
         return array
+
+    def _check_indexer(self, indexer: LightningIndexer) -> None:
+        if "W_dq" not in self.weights:
+            raise ValueError(
+                "indexer is given with W_q: expected W_dq, g_q and W_uq, from whose "
+                "latents it computes its queries"
+            )
+        for name, width in (("W_iq", self._matrix("W_dq").shape[1]), ("W_ik", self.d_model)):
+            if len(indexer.weights[name]) != width:
+                raise ValueError(
+                    f"the indexer's {name} has {len(indexer.weights[name])} rows: expected "
+                    f"{width}, as the layer's other weights"
+                )
 
     def _check_names(self) -> None:
         queries = ("W_q",) if "W_q" in self.weights else ("W_dq", "g_q", "W_uq")

@@ -1,32 +1,91 @@
-"""A product of rows and a matrix, in the order in which BLAS is fastest."""
+"""Multiply rows by a matrix, with the operands in the order that is fastest."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.equations.stored import Stored
+from minimha.kernels import auto
+
 Array = NDArray[Any]
 FEW = 256  # with fewer rows, the transposed product is faster
 BLOCK = 2048  # columns whose transposed product stays in the processor's cache
+KERNEL = "minimha.kernels.cpu.weights"
+LARGE = 1 << 16  # numbers of a matrix from which on a kernel is faster than its call
+DECODING = 16  # rows of x up to which a kernel computes float32 matrices, too
+WIDENED, READ = 2e8, 3e9  # numbers per second that NumPy widens and multiplies, about
+COMPILING = 4.0  # seconds
 
 
-def product(x: Array, W: Array) -> Array:
-    """Return x (..., L, rows) times W (rows, columns), of the same dtype, as one matrix product.
+def product(x: Array, W: Array | Stored) -> Array:
+    """Return the matrix product of x (..., L, rows) and W (rows, columns).
 
-    Checkpoints store most matrices transposed, so W is a transposed view. For a few rows, BLAS then
-    packs the large W and reads it once. The product (Wᵀ xᵀ)ᵀ packs x instead. It is 1.3 times as
-    fast for 2 to 128 rows of 576 numbers, and equally fast from 512 on (OpenBLAS 0.3.31, AVX-512).
-    The result is transposed back in blocks: for a vocabulary, 1.4 times as fast as at once.
+    Both have the same dtype, unless W is ``Stored``.
+
+    Checkpoints store most matrices transposed, so W is a transposed view. For x @ W, BLAS would
+    copy the large W into packed blocks; for (Wᵀ xᵀ)ᵀ it packs the small x instead. This is 1.3
+    times as fast for 2 to 128 rows of 576 numbers, and equally fast from 512 rows on (OpenBLAS
+    0.3.31, AVX-512). The result is transposed back in blocks. For an unembedding, that is 1.4 times
+    as fast as transposing it whole.
+
+    A ``Stored`` matrix is widened block by block, or by a kernel in registers. The kernel is used
+    once enough time was spent without it to be worth its preparation. If x has few rows, the kernel
+    also multiplies large float32 matrices.
     """
     rows = x.reshape(-1, x.shape[-1])
-    with np.errstate(all="ignore"):
-        if W.flags.fnc and 1 < len(rows) < FEW:
-            y = np.empty((len(rows), W.shape[1]), x.dtype)
-            for start in range(0, W.shape[1], BLOCK):
-                block = slice(start, start + BLOCK)
-                y[:, block] = (W.T[block] @ rows.T).T
-        else:
-            y = rows @ W
+    name = _format(rows, W)
+    y = None if name is None else _by_kernel(name, rows, W)
+    if y is None:
+        start = time.perf_counter()
+        with np.errstate(all="ignore"):
+            y = _by_blocks(rows, W) if isinstance(W, Stored) else _by_blas(rows, W)
+        if name is not None:
+            auto.spent(time.perf_counter() - start, name)
     return np.reshape(y, (*x.shape[:-1], W.shape[1]))
+
+
+def _by_blas(rows: Array, W: Array) -> Array:
+    if not W.flags.fnc or not 1 < len(rows) < FEW:
+        return np.asarray(rows @ W)
+    y = np.empty((len(rows), W.shape[1]), rows.dtype)
+    for start in range(0, W.shape[1], BLOCK):
+        block = slice(start, start + BLOCK)
+        y[:, block] = (W.T[block] @ rows.T).T
+    return y
+
+
+def _by_blocks(rows: Array, W: Stored) -> Array:
+    """Return the product with a stored matrix, of which some rows at a time become float32."""
+    if not W.is_transposed:
+        return _by_blas(rows, np.asarray(W))
+    y = np.empty((len(rows), W.shape[1]), np.result_type(rows.dtype, np.float32))
+    for first, some in W.blocks():
+        y[:, first : first + len(some)] = _by_blas(rows, some.T.astype(y.dtype, copy=False))
+    return y
+
+
+def _format(rows: Array, W: Array | Stored) -> str | None:
+    """Return how W is stored, if a kernel may multiply these ``rows`` by it, or else None."""
+    if rows.dtype != np.float32:
+        return None
+    if isinstance(W, Stored):
+        return W.format if W.is_transposed else None
+    is_read = W.dtype == np.float32 and W.flags.fnc and W.size >= LARGE
+    return "float32" if is_read and len(rows) <= DECODING else None
+
+
+def _by_kernel(name: str, rows: Array, W: Array | Stored) -> Array | None:
+    """Return the product computed by a kernel, or None if preparing it is not worth it yet."""
+    seconds = len(rows) * W.size / READ + (W.size / WIDENED if isinstance(W, Stored) else 0)
+    kernel: Any = auto.worthwhile(KERNEL, name, seconds, compiling=COMPILING, kind=name)
+    if kernel is None:
+        return None
+    try:
+        return np.asarray(kernel.product(rows, W))
+    except kernel.CompilationFailed as error:
+        auto.give_up(error)
+        return None

@@ -1,4 +1,4 @@
-"""Multi-head attention: several attentions side by side, each with its own projections.
+"""Multi-head attention: parallel attention heads, each with its own projections.
 
 The steps: x, context → q, k, v → normalised → rotated → attention → concat → gated → output.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from minimha.api import AttentionOptions, attention
+from minimha.api import attention
 from minimha.equations.arguments import (
     argument_names,
     as_floating,
@@ -20,6 +20,7 @@ from minimha.equations.arguments import (
     name_of,
 )
 from minimha.equations.arrays import Given, Numbers, like
+from minimha.equations.option_types import AttentionOptions
 from minimha.equations.tap import Tap, no_tap, renamed, safe_tap
 from minimha.layers.linear import product
 from minimha.layers.norms import layer_norm, rms_norm
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class CallOptions(AttentionOptions, total=False):
-    """Types of the options of a call of ``MultiHeadAttention``."""
+    """Types of the options of ``MultiHeadAttention.__call__``."""
 
     positions: ArrayLike | None
     context_positions: ArrayLike | None
@@ -40,16 +41,16 @@ class CallOptions(AttentionOptions, total=False):
 
 
 class MultiHeadAttention(Projections):
-    """A multi-head attention layer, concat(head_0, …, head_H-1) W_o.
+    """A multi-head attention layer: concat(head_0, …, head_H-1) W_o.
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``Hkv`` key/value heads,
     ``D`` head width, ``Dv`` value width, ``Lc`` and ``Ec`` tokens and width of a context, ``Ev``
     width of the values' source, ``Eo`` width of the output.
 
-    Head h is attention(x W_q[h], x W_k[h], x W_v[h]). The combined matrix W_q has W_q[h] in the
-    columns h · D to (h + 1) · D - 1, so that the H products x W_q[h] are one product. Layers from
-    ``from_heads`` and ``from_combined`` are equal. With combined matrices a tap also receives the
-    product of all heads, q_combined, before q.
+    Head h is attention(x W_q[h], x W_k[h], x W_v[h]). Columns h · D to (h + 1) · D - 1 of the
+    combined matrix W_q are W_q[h], so one matrix product computes the queries of all heads. A tap
+    receives this product as q_combined before q, unless ``from_heads`` made the layer. Layers made
+    by ``from_heads`` and ``from_combined`` have equal outputs.
 
     Parameters
     ----------
@@ -62,30 +63,32 @@ class MultiHeadAttention(Projections):
     bias : bool, default True
         Whether the layer has b_q, b_k, b_v and b_o, and b_g with a gate.
     context_dim : int, optional
-        Ec, the width of the rows from which keys and values are computed. Default is E.
+        Ec, the width of the context in cross-attention. Default is E.
     value_source_dim : int, optional
-        Ev, for ``project`` with different sources of keys and values. Default is Ec.
+        Ev, the width of ``project``'s ``value_source``. Default is Ec.
     output_dim : int, optional
         Eo. Default is E.
     qk_norm : {None, "head", "full", "layer"}, default None
-        How to normalise queries and keys. "head": each head by its root mean square, with gains
-        g_q, g_k (D,). "full": all heads together, with gains (H · D,) and (Hkv · D,). "layer":
-        layer norm of each head, with gains and shifts s_q, s_k of shape (H · D,) and (Hkv · D,).
+        The normalisation of queries and keys. "head": RMS norm of each head, with gains g_q, g_k
+        (D,). "full": RMS norm over all heads, with gains (H · D,) and (Hkv · D,). "layer": layer
+        norm of each head, with gains and shifts s_q, s_k of shape (H · D,) and (Hkv · D,).
     epsilon : float, default 1e-6
-        Added to the mean square, or to the variance, under the root of the norms.
+        The ε that the norms of ``qk_norm`` add to the mean square or variance.
     clip : float, optional
-        Positive. Clips queries, keys and values to -clip … clip, after normalisation.
+        A positive bound: queries, keys and values are clipped to [-clip, clip] after normalisation.
     gate : {None, "elementwise", "headwise"}, default None
-        Multiplies the heads' outputs by sigmoid(x W_g + b_g), W_g (E, H · Dv) or (E, H).
+        Multiplies the heads' outputs by sigmoid(x W_g + b_g): each number ("elementwise", with W_g
+        (E, H · Dv)), or each head ("headwise", with W_g (E, H)). Default is no gate.
     rope : RoPE or another ``Rotation``, optional
-        Rotates queries and keys by their positions, after normalisation.
+        Rotates queries and keys by their positions, after normalisation and clipping. Default is no
+        rotation.
     parameters : mapping of str to array_like, optional
-        The weights below by name. A missing bias or shift is 0, a missing gain 1. Without
-        ``parameters`` the weights are drawn: uniform in ±√(6 / (rows + columns)).
+        The weights below by name. A missing bias or shift is 0, a missing gain 1. Default is
+        random weights, uniform between ±√(6 / (rows + columns)).
     dtype : float16, bfloat16, float32 or float64, default float32
-        The dtype of drawn weights.
+        The dtype of random weights.
     seed : int, default 0
-        The seed of drawn weights.
+        The seed of random weights.
 
     Attributes
     ----------
@@ -94,8 +97,8 @@ class MultiHeadAttention(Projections):
     W_v : ndarray of shape (Ev, Hkv · Dv)
     W_o : ndarray of shape (H · Dv, Eo)
     b_q, b_k, b_v, b_o, g_q, g_k, s_q, s_k, W_g, b_g : ndarray
-        Present only if the layer has them. All are applied as x @ W + b. Assigned arrays are
-        checked as in the constructor.
+        Present only if the layer has them. A projection is x @ W + b. Assigned arrays are checked
+        as in the constructor.
 
     Raises
     ------
@@ -108,7 +111,7 @@ class MultiHeadAttention(Projections):
     Henry et al., "Query-Key Normalization for Transformers", 2020, with the root mean square of
     Zhang and Sennrich, 2019, or the layer norm of Ba et al., 2016; the MosaicML NLP Team, "MPT-7B",
     2023 (clipping); Qiu et al., "Gated Attention for Large Language Models", 2025; Glorot
-    and Bengio, 2010, equation 16 (the drawn weights).
+    and Bengio, 2010, equation 16 (random weights).
 
     Examples
     --------
@@ -166,21 +169,23 @@ class MultiHeadAttention(Projections):
         Parameters
         ----------
         x : array_like of shape (L, E) or (B, L, E)
-            Integers are computed in float64, 16 bits in float32 and rounded once.
+            Integers are computed in float64; 16-bit numbers in float32, rounded at the end.
         context : array_like of shape (Lc, Ec) or (B, Lc, Ec), optional
-            The rows from which keys and values are computed (cross-attention). Default is x.
+            The source of keys and values in cross-attention. Default is x.
         positions, context_positions : array_like of shape (L,) or (B, L), int, optional
-            For ``rope``. Default is 0, 1, …, after the cached tokens if there is a cache.
+            The positions of x and of context, for ``rope``. Default is 0, 1, …, or with a cache the
+            positions after its tokens.
         cache : KVCache or another ``Cache``, optional
-            Earlier tokens. x's keys and values are appended, unless an error is raised. With a
-            KVCache attention is causal.
+            The keys and values of earlier tokens. The call appends those of x, unless it raises an
+            error. Attention with a ``KVCache`` or ``PagedKVCache`` is causal.
         return_weights : bool, default False
-            Return each head's weights too. This does not change the output.
+            Whether to return the attention weights of each head too.
         tap : callable ``tap(name, value) -> value``, optional
-            Receives x, context, the weights (split into heads), every step of the attention, concat
-            and output.
+            Receives x, context, the weights (split into heads), every intermediate of the
+            attention, concat and output.
         **options
-            Those of ``minimha.attention``, except ``return_lse``: masks, biases, windows, backend.
+            Further options of ``minimha.attention``, except ``return_lse``: masks, biases, windows,
+            backend.
 
         Returns
         -------
@@ -190,7 +195,7 @@ class MultiHeadAttention(Projections):
         Raises
         ------
         TypeError, ValueError
-            An array does not fit the layer, or an option does not fit the arrays.
+            Shapes or dtypes do not fit, or an option is invalid.
         """
         if "return_lse" in options:
             raise TypeError("return_lse is no option of a layer: its heads are mixed")
@@ -242,9 +247,9 @@ class MultiHeadAttention(Projections):
     def project(
         self, x: Array, key_source: Array, value_source: Array, tap: Tap = no_tap
     ) -> tuple[Array, Array, Array]:
-        """Return queries, keys and values, before normalisation and rotation, without checks.
+        """Project tokens to queries, keys and values, without normalisation, rotation or checks.
 
-        Callers may then compute attention by themselves and ``combine`` the heads.
+        Callers can then compute attention themselves and pass the heads' outputs to ``combine``.
 
         Parameters
         ----------
@@ -266,13 +271,13 @@ class MultiHeadAttention(Projections):
         )
 
     def combine(self, heads: Array, x: Array, tap: Tap = no_tap) -> Array:
-        """Return the layer's output: put the heads side by side, apply the gate, multiply by W_o.
+        """Return the layer's output from the heads' outputs: concatenate, gate, multiply by W_o.
 
         Parameters
         ----------
         heads : ndarray of shape (..., H, L, Dv)
         x : ndarray of shape (..., L, E)
-            The rows from which queries and gates are computed.
+            The layer's input, from which the gates are computed.
         tap : callable ``tap(name, value) -> value``, optional
             Receives concat, the gates, the weights and output.
 
@@ -362,17 +367,16 @@ def attention_weights(q: Numbers, k: ArrayLike, **options: Unpack[AttentionOptio
 @overload
 def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[AttentionOptions]) -> Any: ...
 def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[AttentionOptions]) -> Any:
-    """Return softmax(scale · Q Kᵀ), the weight that each query gives to each key.
+    """Return the attention weights softmax(scale · Q Kᵀ), of shape (B, H, Lq, Lk).
 
-    Any backend can compute the weights: with the identity as values, a query's output is its row
-    of weights.
+    Any backend can compute the weights: if V is the identity matrix, the output is the weights.
 
     Parameters
     ----------
     q : array_like of shape (B, H, Lq, D), (H, Lq, D) or (Lq, D)
     k : array_like of shape (B, Hkv, Lk, D), (Hkv, Lk, D) or (Lk, D)
     **options
-        Those of ``minimha.attention``, except ``return_lse``.
+        Options of ``minimha.attention``, except ``return_lse``.
 
     Returns
     -------
@@ -454,7 +458,10 @@ def _check_one_length(
 
 
 def check_cached_angles(rope: Rotation, cached: int, L: int) -> None:
-    """Raise ValueError if L more tokens change the angles that ``cached`` keys were rotated by."""
+    """Raise ValueError if L more tokens would change the angles of the keys in a cache.
+
+    ``cached`` is the number of keys in the cache, which are stored after their rotation.
+    """
     if not rope.is_dynamic or not cached:
         return
     from minimha.layers.rope import RoPE  # here: only dynamic scaling needs it

@@ -1,8 +1,8 @@
-"""Key/value caches in pages: sequences take pages from one pool, share them and return them.
+"""Paged key/value caches: sequences allocate pages from one pool and can share them.
 
-A cache with space for the longest sequence wastes most of it, and cannot share a prompt between
-sequences. Here a sequence takes a page when it needs one. Several sequences with the same prefix
-share pages. A shared page is copied when one of its sequences writes to it.
+If each sequence had one array, long enough for the longest sequence, most of the memory would be
+wasted, and sequences could not share it. Here, a sequence takes a page only when it needs one.
+Sequences with the same prefix can share its pages. A write to a shared page copies it first.
 """
 
 from __future__ import annotations
@@ -13,30 +13,34 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from minimha.equations.arguments import as_integers, counted, integer
-from minimha.layers.cache import Array, CausalCache, Integers, cached_dtype
+from minimha.equations.eight_bits import SCALES
+from minimha.layers.cache import Array, CausalCache, Integers, cached_dtype, new_arrays
 
 
 class PagePool:
-    """A pool of pages with keys and values, for the caches of many sequences.
+    """A pool of pages that store the keys and values of many sequences.
 
     Parameters
     ----------
     num_pages, num_kv_heads, page_size, head_dim : int
-        ``num_kv_heads`` is Hkv, ``head_dim`` D; ``page_size`` counts tokens. Decoding with pages
-        of 256 tokens is as fast as with one array; with pages of 16 it takes about twice as long.
+        The number of pages, Hkv, the number of tokens per page, and D. Decoding with pages of 256
+        tokens is as fast as with one array. With pages of 16 tokens, it takes about twice as long.
     value_dim : int, optional
         Dv. Default is D.
-    dtype : float16, bfloat16, float32 or float64, default float32
+    dtype : float16, bfloat16, float32, float64, int8 or float8_e4m3fn, default float32
+        With 8 bits, tokens are quantised as in ``KVCache``.
 
     Attributes
     ----------
     k : ndarray of shape (num_pages, Hkv, page_size, D)
     v : ndarray of shape (num_pages, Hkv, page_size, Dv)
+    scales : tuple of ndarray of shape (num_pages, Hkv, page_size), float32
+        k_scale and v_scale if the numbers have 8 bits, else empty.
 
     Raises
     ------
     TypeError, ValueError
-        A size is not a positive integer, or the dtype is another.
+        A size is not a positive integer, or the dtype is not listed above.
     """
 
     def __init__(
@@ -53,8 +57,8 @@ class PagePool:
             "head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim,
         }  # fmt: skip
         *shape, D, Dv = (integer(name, size) for name, size in sizes.items())
-        self.k = np.zeros((*shape, D), cached_dtype(dtype))
-        self.v = np.zeros((*shape, Dv), self.k.dtype)
+        self.k, self.v, *scales = new_arrays(shape, D, Dv, cached_dtype(dtype))
+        self.scales = tuple(scales)
         self._users = np.zeros(num_pages, np.int64)  # the number of sequences that use each page
         self._free = list(range(num_pages))[::-1]
 
@@ -69,13 +73,13 @@ class PagePool:
         return int(self.k.shape[2])
 
     def take(self) -> int:
-        """Take a free page and return its number; raise IndexError if there is none."""
+        """Take a free page and return its index; raise IndexError if there is none."""
         page = self._free.pop()
         self._users[page] = 1
         return page
 
     def share(self, page: int) -> None:
-        """Add one user of ``page``: a sequence that shares it."""
+        """Add a sequence to the users of ``page``."""
         self._users[page] += 1
 
     def num_users(self, page: int) -> int:
@@ -83,17 +87,16 @@ class PagePool:
         return int(self._users[page])
 
     def give_back(self, page: int) -> None:
-        """Remove one user of ``page``; a page without users is free."""
+        """Remove a sequence from the users of ``page``; a page without users becomes free."""
         self._users[page] -= 1
         if not self._users[page]:
             self._free.append(page)
 
 
 class PagedKVCache(CausalCache):
-    """A cache of keys and values for causal attention, in pages of a pool.
+    """A key/value cache for causal attention that is stored in pages of a ``PagePool``.
 
-    It can replace a ``KVCache``, also in a layer, but has no window, and accepts neither
-    ``attn_mask`` nor ``attn_bias``.
+    It can replace a ``KVCache``, also as the ``cache`` of a layer, but has no window.
 
     Parameters
     ----------
@@ -104,9 +107,9 @@ class PagedKVCache(CausalCache):
     Attributes
     ----------
     lengths : ndarray of shape (B,), int64
-        The number of tokens of each sequence: the position of the next token. A copy.
+        A copy of the number of tokens of each sequence, which is the position of its next token.
     block_table : ndarray of shape (B, pages), int64
-        The pages of each sequence, filled up with -1. A copy.
+        A copy of the page numbers of each sequence, padded with -1.
 
     References
     ----------
@@ -115,7 +118,7 @@ class PagedKVCache(CausalCache):
 
     Examples
     --------
-    Two answers share a prompt of three tokens, and the page that the prompt fills.
+    Two sequences share a prompt of three tokens, and thus the page that the prompt fills.
 
     >>> pool = PagePool(num_pages=4, num_kv_heads=1, page_size=2, head_dim=1)
     >>> prompt, x = np.ones((1, 1, 3, 1), np.float32), np.ones((1, 1, 1, 1), np.float32)
@@ -136,36 +139,36 @@ class PagedKVCache(CausalCache):
 
     @property
     def block_table(self) -> Integers:
-        """The pages of each sequence, (B, pages), filled up with -1."""
+        """The page numbers of each sequence, (B, pages), padded with -1."""
         table = np.full((len(self._pages), max(map(len, self._pages), default=0)), -1)
         for row, pages in zip(table, self._pages, strict=True):
             row[: len(pages)] = pages
         return table
 
     def undo(self) -> None:
-        """Remove the last chunk and give back its pages, so that another chunk can replace it."""
+        """Remove the last chunk and free its pages, so that another chunk can replace it."""
         super().undo()
         self._give_back(self._lengths)
 
     def fork(
         self, length: ArrayLike | None = None, entries: ArrayLike | None = None
     ) -> PagedKVCache:
-        """Return a cache of new sequences that share the pages of these sequences.
+        """Return a cache of n new sequences, which start as copies of sequences of this cache.
 
-        A shared page is copied when one of its sequences writes to it.
+        They share its pages. A write to a shared page copies it first.
 
         Parameters
         ----------
         length : int or array_like of shape (n,), int, optional
-            The number of tokens at the start of the new sequences. Default is all.
+            The number of tokens that each new sequence keeps. Default is all.
         entries : array_like of shape (n,), int, optional
-            For each of the n new sequences, the sequence that it continues: ``[0, 0, 0]`` are three
-            answers to one prompt. Default is every sequence once.
+            For each of the n new sequences, the index of the sequence to copy. ``[0, 0, 0]``
+            starts three answers to one prompt. Default is every sequence once.
 
         Raises
         ------
         TypeError, ValueError
-            ``length`` or ``entries`` are not integers in range.
+            ``length`` or ``entries`` has a value that is not an integer in range.
         """
         B = len(self._pages)
         sources = np.arange(B) if entries is None else as_integers("entries", entries)
@@ -193,7 +196,7 @@ class PagedKVCache(CausalCache):
         return other
 
     def free(self) -> None:
-        """Give back all pages; the sequences are then empty."""
+        """Free all pages; the sequences then have no tokens."""
         self._lengths = np.zeros_like(self._lengths)
         self._chunk = self._lengths, 0
         self._give_back(self._lengths)
@@ -201,24 +204,28 @@ class PagedKVCache(CausalCache):
     def _stored(self) -> tuple[Array, Array]:
         return self.pool.k, self.pool.v
 
-    def _write(self, k: Array, v: Array, added: Integers) -> None:
+    def _write(self, *chunk: Array, added: Integers) -> None:
         stops = self._lengths + added
         self._check_free(stops)
         for b, (start, stop) in enumerate(zip(self._lengths.tolist(), stops.tolist(), strict=True)):
             self._make_writable(b, start, stop)
             pages, rows = np.divmod(np.arange(start, stop), self.pool.page_size)
             at = np.array(self._pages[b], np.int64)[pages]
-            self.pool.k[at, :, rows] = k[b, :, : stop - start].swapaxes(0, 1)
-            self.pool.v[at, :, rows] = v[b, :, : stop - start].swapaxes(0, 1)
+            for array, new in zip(self._arrays(), chunk, strict=True):
+                array[at, :, rows] = new[b, :, : stop - start].swapaxes(0, 1)
 
     def _visible(self) -> tuple[Array, Array, dict[str, Any]]:
         return self.pool.k, self.pool.v, {
             "q_offset": self._chunk[0], "kv_lengths": self._lengths,
             "block_table": self.block_table,
+            **dict(zip(SCALES.values(), self.pool.scales, strict=False)),
         }  # fmt: skip
 
+    def _arrays(self) -> tuple[Array, ...]:
+        return self.pool.k, self.pool.v, *self.pool.scales
+
     def _needed(self, lengths: Integers) -> Integers:
-        """Return the number of pages for each of these lengths, (B,)."""
+        """Return the number of pages for each of ``lengths``, (B,)."""
         return -(-lengths // self.pool.page_size)
 
     def _make_writable(self, b: int, start: int, stop: int) -> None:
@@ -227,7 +234,8 @@ class PagedKVCache(CausalCache):
         first = start // pool.page_size
         if start < stop and first < len(pages) and pool.num_users(pages[first]) > 1:
             copy = pool.take()
-            pool.k[copy], pool.v[copy] = pool.k[pages[first]], pool.v[pages[first]]
+            for array in self._arrays():
+                array[copy] = array[pages[first]]
             pool.give_back(pages[first])
             pages[first] = copy
         while len(pages) * pool.page_size < stop:

@@ -1,4 +1,4 @@
-"""The weights of a multi-head layer: sizes, checks and constructors."""
+"""The weights of a multi-head attention layer: sizes, checks and constructors."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from minimha.equations.arguments import (
     name_of,
     number,
 )
+from minimha.equations.stored import Stored
 from minimha.layers.protocols import Rotation
 
 if TYPE_CHECKING:
@@ -130,24 +131,25 @@ class Projections:
         num_kv_heads: int | None = None,
         **others: Unpack[LayerOptions],
     ) -> Self:
-        """Return a layer with the given combined matrices, which have all heads side by side.
+        """Return a layer from combined matrices, which have the heads' matrices side by side.
 
         Parameters
         ----------
         W_q, W_k, W_v, W_o : array_like
-            Arrays with the shapes of the layer's attributes.
+            Matrices of shape (E, H · D), (Ec, Hkv · D), (Ev, Hkv · Dv) and (H · Dv, Eo).
         num_heads : int
             H.
         num_kv_heads : int, optional
             Hkv. Default is H.
         **others
-            Further weights (b_q, b_k, b_v, b_o, g_q, g_k, s_q, s_k, W_g, b_g) and settings
-            (qk_norm, gate, rope, …) of the layer, by name.
+            Further weights (b_q, b_k, b_v, b_o, g_q, g_k, s_q, s_k, W_g, b_g) and arguments of the
+            constructor (qk_norm, gate, rope, …), by name. Without a weight whose name begins with
+            b, the layer has no biases.
 
         Raises
         ------
         TypeError, ValueError
-            As in the constructor.
+            A weight has a wrong shape, or an argument is invalid for the constructor.
 
         Examples
         --------
@@ -186,7 +188,7 @@ class Projections:
         W_o: ArrayLike,
         **others: Unpack[LayerOptions],
     ) -> Self:
-        """Return a layer with one matrix per head, the usual form in papers and textbooks.
+        """Return a layer from one matrix per head, the usual form in papers and textbooks.
 
         Parameters
         ----------
@@ -195,12 +197,12 @@ class Projections:
         W_v : array_like of shape (Hkv, Ev, Dv)
         W_o : array_like of shape (H · Dv, Eo)
         **others
-            As for ``from_combined``; a bias may also have the shape (heads, width).
+            As for ``from_combined``, but b_q, b_k and b_v may also have the shape (heads, width).
 
         Raises
         ------
         TypeError, ValueError
-            As in the constructor.
+            A weight has a wrong shape, or an argument is invalid for the constructor.
         """
         given = {"W_q": W_q, "W_k": W_k, "W_v": W_v}
         heads = {name: as_floating(name, value) for name, value in given.items()}
@@ -227,7 +229,7 @@ class Projections:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each of the layer's weights, by name."""
+        """The shape of each weight of the layer, by name."""
         E, Ec, Ev, D = self.d_model, self.context_dim, self.value_source_dim, self.head_dim
         q, k = self.num_heads * D, self.num_kv_heads * D
         v, concat = self.num_kv_heads * self.value_dim, self.num_heads * self.value_dim
@@ -246,7 +248,7 @@ class Projections:
         return shapes
 
     def _take(self, parameters: Mapping[str, ArrayLike]) -> None:
-        """Set every weight; a missing bias or shift is 0, a missing gain 1."""
+        """Set every weight; missing biases and shifts are 0, missing gains 1."""
         shapes = self.shapes
         given = {name: self._fitting(name, value) for name, value in parameters.items()}
         missing = [name for name in shapes if name[0] == "W" and name not in given]
@@ -266,7 +268,8 @@ class Projections:
         }
 
     def _fitting(self, name: str, value: ArrayLike) -> Array:
-        array, shapes = as_floating(name, value), self.shapes
+        array: Array = _as_weights(name, value)
+        shapes = self.shapes
         if name not in shapes:
             raise ValueError(f"{name} is no weight of this layer, which has {', '.join(shapes)}")
         expected = shapes[name]
@@ -280,7 +283,8 @@ class Projections:
         return array
 
     def _row(self, name: str, compute: np.dtype[Any]) -> Array:
-        return np.asarray(getattr(self, name).astype(compute, copy=False))
+        row: Array = getattr(self, name).astype(compute, copy=False)
+        return row
 
 
 def _size(name: str, given: Any, default: int) -> int:
@@ -288,12 +292,17 @@ def _size(name: str, given: Any, default: int) -> int:
 
 
 def combined(W: Array) -> Array:
-    """Combine one matrix per head, (heads, E, width), side by side into (E, heads · width)."""
+    """Concatenate one matrix per head, (heads, E, width), side by side to (E, heads · width)."""
     return np.asarray(np.moveaxis(W, 0, 1).reshape(W.shape[1], -1))
 
 
+def _as_weights(name: str, value: Any) -> Any:
+    """Return ``value`` as a floating array, but a ``Stored`` matrix as it is."""
+    return value if isinstance(value, Stored) else as_floating(name, value)
+
+
 def _matrix(name: str, value: ArrayLike) -> Array:
-    W = as_floating(name, value)
+    W: Array = _as_weights(name, value)
     if W.ndim != 2:
         hint = "; from_heads takes one matrix per head" if W.ndim == 3 and name != "W_o" else ""
         raise ValueError(f"{name_of(name)} has shape {W.shape}: expected {LETTERS[name]}{hint}")

@@ -229,6 +229,7 @@ K = chunked(1, 2, 5, 3)
         ((X, K, K), {"mask_mod": block_mask(lambda b, h, i, j: i > j, 12, 9)}, ValueError,
          "mask_mod is a BlockMask for"),
         ((X, K, K), {"tap": print}, TypeError, "tap is no option for keys in files or on clusters"),
+        ((X, K, K), {"k_scale": 1.0}, TypeError, "k_scale is no option on clusters"),
         (([["a"]], K, K), {}, TypeError, "q has dtype <U1: expected integers, float16"),
     ],
 )  # fmt: skip

@@ -21,6 +21,9 @@ def of_keys(options, start, stop, Lk):
     for name in PER_SCORE:
         if options[name] is not None and options[name].shape[-1] == Lk:
             part[name] = options[name][..., start:stop]
+    if options["key_indices"] is not None:
+        picks = options["key_indices"]
+        part["key_indices"] = np.where((picks >= start) & (picks < stop), picks - start, -1)
     if start > 0:
         part["sinks"] = None
     return part

@@ -1,7 +1,7 @@
 """What any backend must return: dense attention in a wider dtype, and how far from it one may be.
 
 The bounds follow from rounding. Let u be half an eps of the compute dtype. A score is a sum of D
-products with an error up to u (D + 8) |scale| Σ |q_d k_d|, and a few u of what is added to it. An
+products with an error up to u (D + 9) |scale| Σ |q_d k_d|, and a few u of what is added to it. An
 error δ of the scores is one of exp(2δ) - 1 of a weight, and one of δ of the log-sum-exp. A sum of n
 weights times values has n roundings; weights below the normal numbers may be 0. For 16-bit dtypes a
 matrix unit multiplies weights of 16 binary digits, and numbers below the normal ones may be 0.
@@ -47,8 +47,11 @@ class Expected:
     def _compute(self, problem: Problem, given: dict[str, Any]) -> None:
         wide = np.dtype(WIDER[problem.compute])
         x = {name: getattr(problem, name).astype(wide) for name in "qkv"}
+        stored = x["k"]
+        for name in "kv" if problem.k_scale is not None else "":
+            x[name] = x[name] * getattr(problem, f"{name}_scale").astype(wide)[..., None]
         steps: dict[str, np.ndarray] = {}
-        exact = dataclasses.replace(problem, compute=wide, **x)
+        exact = dataclasses.replace(problem, compute=wide, k_scale=None, v_scale=None, **x)
         O, L = dense.forward(exact, lambda name, value: steps.setdefault(name, value))
         S = next(
             steps[n]
@@ -68,7 +71,9 @@ class Expected:
         scale = abs(problem.scale)
         raw = finite["q"] @ K.swapaxes(-1, -2)
         added = _magnitude_of_bias(problem)
-        delta = u * (D + 8) * scale * raw + D * denormal * (scale + 1)
+        delta = u * (D + 9) * scale * raw + D * denormal * (scale + 1)
+        if problem.k_scale is not None:
+            delta = delta + D * denormal * scale * float(problem.k_scale.max(initial=1))
         is_short = problem.dtype.itemsize == 2
         if is_short:
             sums = finite["q"].sum(-1)[..., None] + K.sum(-1)[..., None, :]
@@ -92,6 +97,9 @@ class Expected:
         matters = counts & ~(S64 + delta < m - reach)
         overflows = seen & ((raw > largest) | (scale * raw > largest))
         overflows |= matters & (scale * raw + added > largest)
+        if problem.k_scale is not None:  # a product may be scaled before or after it is summed
+            stored = np.where(np.isfinite(stored), abs(stored), 0).astype(np.float64)
+            overflows |= seen & (finite["q"] @ stored.repeat(group, 1).swapaxes(-1, -2) > largest)
         noise = np.where(matters, delta, 0).max(-1, initial=0)
         noise += 8 * u * np.where(np.isfinite(m), abs(m), 0)[..., 0]
 
@@ -103,7 +111,7 @@ class Expected:
         mean = weights @ V
         self.largest = _largest_seen(V, seen)
         rounding = 4 * n * n * denormal + n * tiny * self.largest
-        relative = np.expm1(2 * np.where(self.is_noise, NOISE, noise))[..., None] + u * (n + 32)
+        relative = np.expm1(2 * np.where(self.is_noise, NOISE, noise))[..., None] + u * (n + 33)
         relative, rounding = relative + is_short * 2.0**-16, rounding + is_short * 2 * tiny
         out = ml_dtypes.finfo(problem.dtype)
         self.bound = relative * mean + rounding

@@ -115,6 +115,11 @@ def draw(seed: int, number: int) -> Case:
         x = str(rng.choice(["q", "k", "v"]))
         arrays[x] = arrays[x].astype(np.float64)
     _add_functions(np.random.default_rng([seed, number, 1]), arrays, options)
+    later = np.random.default_rng([seed, number, 2])
+    if later.random() < 0.25:
+        arrays["key_indices"] = _selection(later, B, Hkv, Lq, Lk)
+        if later.random() < 0.5:
+            _spoil_hidden(later, arrays, options)
     layouts = {}
     for x, array in arrays.items():
         if rng.random() < 0.5:
@@ -124,8 +129,11 @@ def draw(seed: int, number: int) -> Case:
     rank = 4
     if B == 1 and rng.random() < 0.4:
         rank = 2 if H == 1 else 3
+    _store_in_eight_bits(np.random.default_rng([seed, number, 2]), arrays, options, layouts)
     errstate, form = str(rng.choice(ERRSTATES)), "batch"
-    if not {"attn_mask", "attn_bias"} & set(arrays) and rng.random() < 0.4:
+    if {"attn_mask", "attn_bias"} & set(arrays):
+        form = "paged" if later.random() < 0.3 else "batch"
+    elif rng.random() < 0.4:
         form = str(rng.choice(["packed", "paged"]))
     if {by_distance, hiding, of_parity} & {options.get("score_mod"), options.get("mask_mod")}:
         form = "batch"  # their b is the number of the entry, of which ``forms`` makes many
@@ -261,6 +269,47 @@ def _add_functions(
             options[name] = functions[rng.integers(len(functions))]
             if "q_offset" not in arrays:
                 options.setdefault("q_offset", 0)
+
+
+def _store_in_eight_bits(
+    rng: np.random.Generator, arrays: dict[str, np.ndarray], options: dict[str, Any],
+    layouts: dict[str, Layout],
+) -> None:  # fmt: skip
+    """Now and then, keys and values of 8 bits: any bits of float8_e4m3fn, or any int8, and scales.
+
+    Drawn last, as functions are.
+    """
+    if rng.random() >= 0.12:
+        return
+    dtype = np.dtype(rng.choice(["int8", "float8_e4m3fn"]))
+    for name in "kv":
+        bits = rng.integers(0, 256, arrays[name].shape, np.uint8)
+        if rng.random() < 0.8:
+            bits[bits & 0x7F == 0x7F] = 0  # of float8_e4m3fn, the NaNs
+        arrays[name] = bits.view(dtype)
+        layouts.pop(name, None)
+        if rng.random() < 0.5:
+            layouts[name], arrays[name] = _layout(rng, arrays[name])
+        scale = f"{name}_scale"
+        if rng.random() < 0.3:
+            options[scale] = float(rng.choice([1e-3, 1.0, 0.02]))
+        else:
+            spread = rng.choice([0.0, 1.0, 3.0])
+            numbers = 0.01 * np.exp(spread * rng.normal(size=bits.shape[:3]))
+            arrays[scale] = numbers.astype(rng.choice(["float32", "float64"]))
+
+
+def _selection(rng: np.random.Generator, B: int, Hkv: int, Lq: int, Lk: int) -> np.ndarray:
+    """Keys that the queries pick: some twice, in any order, and -1."""
+    shape = (
+        (Lq,) if rng.random() < 0.2 else tuple(n if rng.random() < 0.7 else 1 for n in (B, Hkv, Lq))
+    )
+    K = int(rng.choice([0, 1, 3, max(1, Lk // 8), max(1, Lk // 2), Lk]))
+    K = min(K, MOST_SCORES // max(1, int(np.prod(shape))))
+    first = int(rng.choice([0, 0, Lk // 2])) if Lk else 0
+    indices = rng.integers(first if Lk else -1, max(1, Lk) if Lk else 0, (*shape, K))
+    indices[rng.random(indices.shape) < rng.choice([0, 0.1, 0.9])] = -1
+    return indices.astype(rng.choice(["i4", "i8"]))
 
 
 def _over_scores(rng: np.random.Generator, B: int, H: int, Lq: int, Lk: int) -> tuple[int, ...]:

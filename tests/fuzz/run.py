@@ -66,7 +66,7 @@ def check(case: Case, backend: str, expected: Expected | None = None) -> list[st
     arrays = {}
     for name, array in case.arrays.items():
         arrays[name] = placed(array, case.layouts.get(name, plain(array.ndim)))
-        if name in ("q", "k", "v"):
+        if name in ("q", "k", "v", "k_scale", "v_scale"):
             arrays[name] = arrays[name][(0,) * (4 - case.rank)]
     results = []
     for _ in range(2):

@@ -11,7 +11,8 @@ from fuzz.cases import Case
 from fuzz.run import check
 
 AXES = {"q": "BHiD", "k": "BGjD", "v": "BGjE", "attn_mask": "BHij", "attn_bias": "BHij",
-        "alibi_slopes": "H", "sinks": "H", "q_offset": "B", "kv_lengths": "B"}  # fmt: skip
+        "key_indices": "BGiK", "k_scale": "BGj", "v_scale": "BGj", "alibi_slopes": "H",
+        "sinks": "H", "q_offset": "B", "kv_lengths": "B"}  # fmt: skip
 
 
 def reduced(case: Case, backend: str) -> Case:
@@ -80,5 +81,8 @@ def _cut(case: Case, axis: str, part: slice, group: int) -> Case:
         for letter, cut in ((axis, part), ("H", heads if axis == "G" else slice(None))):
             if letter in axes and array.shape[axes.index(letter)] > 1:
                 array = array[(slice(None),) * axes.index(letter) + (cut,)]
+        if name == "key_indices" and axis == "j":
+            is_left = (array >= part.start) & (array < part.stop)
+            array = np.where(is_left, array - part.start, -1)
         arrays[name] = array
     return replace(case, arrays=arrays)

@@ -20,7 +20,7 @@ SMALL = Problem.of(*ragged(Lq=20, Lk=30))
 @pytest.fixture
 def cold(monkeypatch):
     """As in a process that has compiled nothing yet and spent no time."""
-    monkeypatch.setattr(auto, "_spent", 0.0)
+    monkeypatch.setattr(auto, "_spent", {})
     monkeypatch.setattr(auto, "_broken", False)
     monkeypatch.setattr(auto, "choose", choose)
     remembered.forget()
@@ -88,7 +88,7 @@ def test_with_keys_in_a_file_auto_counts_its_time_and_gives_up_once_too(
     SMALL.k.tofile(tmp_path / "k")
     k = np.memmap(tmp_path / "k", SMALL.k.dtype, "r", shape=SMALL.k.shape)
     attention(q, k, v)
-    assert auto._spent > 0
+    assert auto._spent["attention"] > 0
     auto.spent(auto.COMPILING)
     expected = attention(q, SMALL.k, v, backend="dense")
     for _ in range(2):

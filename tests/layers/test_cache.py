@@ -332,4 +332,4 @@ def test_what_is_attended_to_is_not_copied():
     for _ in range(150):
         cache.append(x, x)
     cache.attend(x, tap=lambda name, value: steps.setdefault(name, value))
-    assert np.shares_memory(steps["k"], cache._k)
+    assert np.shares_memory(steps["k"], cache._arrays[0])

@@ -112,7 +112,7 @@ def test_a_tap_gets_every_step():
     names = [name for name in trace if "[" not in name]
     assert names == [
         "x", "qkv", "convolved", "g", "q", "k", "v", "beta", "decay", "head_output", "gate",
-        "gated", "output",
+        "gated", "W_o", "output",
     ]  # fmt: skip
     np.testing.assert_array_equal(trace["output"], got)
 
@@ -143,7 +143,7 @@ def test_weights_that_do_not_fit(changes, message):
 def test_errors_leave_the_cache_as_it_was():
     cache = layer().new_cache(2)
     layer()(X[:, :4], cache=cache)
-    before = DeltaCache(cache.state.copy(), cache.window.copy())
+    before = DeltaCache(cache.state.copy(), cache.window.copy(), cache.lengths)
     for call in ({"x": X[:, 4:], "lengths": 7}, {"x": X[:1]}, {"x": X[..., 1:]}):
         with pytest.raises(ValueError, match=r"lengths is 7|has B=1 but the c|x has shape"):
             layer()(**call, cache=cache)
@@ -151,6 +151,12 @@ def test_errors_leave_the_cache_as_it_was():
         layer()(X[:1], cache=cache, cu_seqlens=[0, 9])
     np.testing.assert_array_equal(cache.state, before.state)
     np.testing.assert_array_equal(cache.window, before.window)
+    assert cache.lengths.tolist() == [4, 4]
+    few = layer().new_cache(2, capacity=5)
+    layer()(X[:, :4], cache=few)
+    with pytest.raises(ValueError, match="x has 2 tokens after 4 cached ones: together they exc"):
+        layer()(X[:, 4:6], cache=few)
+    assert few.lengths.tolist() == [4, 4]
     with pytest.raises(ValueError, match="W_z is missing"):
         GatedDeltaNet({n: WEIGHTS[n] for n in ("W_qkv", "conv")}, num_heads=H, num_key_heads=HK)
     with pytest.raises(ValueError, match="num_heads is 4: expected a multiple of num_key_heads=3"):

@@ -1,9 +1,16 @@
 """Products of rows and a matrix: the same numbers whichever order BLAS is asked in."""
 
+import sys
+
 import numpy as np
 import pytest
 
+from minimha.equations.stored import Stored
+from minimha.kernels import auto
+from minimha.layers import linear
 from minimha.layers.linear import BLOCK, product
+
+BY_KERNEL = linear._by_kernel  # which tests replace
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 300])
@@ -15,3 +22,100 @@ def test_products_of_integers_are_exact(rows, columns, order):
     got = product(x.astype(np.float32), np.asarray(W, np.float32, order=order))
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, x @ W)
+
+
+def stored(rows, columns, seed=0):
+    W = np.random.default_rng(seed).normal(size=(columns, rows)).astype(np.float16)
+    return Stored.of_rows("float16", W.view(np.uint8)).T, W.T.astype(np.float64)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 300])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_stored_matrix_is_widened_some_rows_at_a_time(monkeypatch, rows, dtype):
+    monkeypatch.setattr("minimha.equations.stored.AT_ONCE", 100)
+    (W, numbers), x = stored(33, 57), np.random.default_rng(1).normal(size=(2, rows, 33))
+    got = product(x.astype(dtype), W)
+    assert (got.shape, got.dtype) == ((2, rows, 57), dtype)
+    np.testing.assert_allclose(got, x @ numbers, atol=1e-4)
+    other = Stored.of_rows(
+        "float16", np.ascontiguousarray(np.asarray(W), np.float16).view(np.uint8)
+    )
+    np.testing.assert_allclose(product(x.astype(dtype), other), x @ numbers, atol=1e-4)
+
+
+class Kernel:
+    """What a kernel's module is to ``product``."""
+
+    class CompilationFailed(RuntimeError):  # noqa: N818
+        pass
+
+    def __init__(self, fails=False):
+        self.fails, self.names, self.ready, self.calls = fails, set(), set(), 0
+
+    def is_ready(self, name):
+        return name in self.ready
+
+    def is_stored(self, name):
+        return name in self.names
+
+    def product(self, x, W):
+        self.calls += 1
+        if self.fails:
+            raise self.CompilationFailed("no compiler")
+        return x @ np.asarray(W)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """A kernel that is asked as if this process had computed nothing before."""
+    made = Kernel()
+    monkeypatch.setattr(linear, "_by_kernel", BY_KERNEL)
+    monkeypatch.setattr(auto, "_spent", {})
+    monkeypatch.setattr(auto, "_broken", False)
+    monkeypatch.setattr(auto, "imported", lambda name: made)
+    monkeypatch.setitem(sys.modules, linear.KERNEL, made)
+    return made
+
+
+def test_a_toy_never_asks_for_a_kernel_and_a_ready_one_is_used(kernel):
+    (W, numbers), x = stored(33, 57), np.ones((1, 33), np.float32)
+    np.testing.assert_allclose(product(x, W), x @ numbers, rtol=1e-4)
+    assert kernel.calls == 0
+    kernel.ready.add("float16")
+    np.testing.assert_allclose(product(x, W), x @ numbers, rtol=1e-4)
+    assert kernel.calls == 1
+    assert product(x.astype(np.float64), W).dtype == np.float64  # by NumPy
+    assert kernel.calls == 1
+
+
+@pytest.mark.parametrize(("seconds", "is_stored", "calls"), [
+    (0.4, True, 0), (0.6, True, 1), (3.0, False, 0), (4.1, False, 1),
+])  # fmt: skip
+def test_a_kernel_is_prepared_once_numpy_took_as_long(kernel, seconds, is_stored, calls):
+    (W, _), x = stored(33, 57), np.ones((1, 33), np.float32)
+    kernel.names |= {"float16"} if is_stored else set()
+    auto.spent(60.0)  # of attention, which is none of its business
+    auto.spent(seconds, "float16")
+    product(x, W)
+    assert kernel.calls == calls
+
+
+def test_numpy_goes_on_where_nothing_can_be_compiled(kernel, caplog):
+    (W, numbers), x = stored(33, 57), np.ones((1, 33), np.float32)
+    kernel.ready.add("float16")
+    kernel.fails = True
+    for _ in range(2):
+        np.testing.assert_allclose(product(x, W), x @ numbers, rtol=1e-4)
+    assert kernel.calls == 1
+    assert "no compiler" in caplog.text
+
+
+def test_large_float32_matrices_are_multiplied_by_a_ready_kernel_for_a_few_rows(kernel):
+    kernel.ready.add("float32")
+    W = np.ones((300, 300), np.float32)
+    product(np.ones((1, 300), np.float32), W.T)
+    assert kernel.calls == 1
+    product(np.ones((99, 300), np.float32), W.T)
+    product(np.ones((1, 300), np.float32), W)
+    product(np.ones((1, 30), np.float32), W[:30, :30].T)
+    assert kernel.calls == 1

@@ -116,6 +116,23 @@ def test_a_layer_decodes_with_it():
     np.testing.assert_allclose(np.concatenate(parts, 1), layer(x, is_causal=True), atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["dense", "cpu"])
+@pytest.mark.parametrize("name", ["key_indices", "attn_mask", "attn_bias"])
+def test_options_count_the_keys_of_a_sequence(name, backend):
+    rng = np.random.default_rng(0)
+    q, k, v = tokens(rng, 1, 10)
+    given = {
+        "key_indices": rng.integers(-1, 10, (1, HKV, 10, 3)),
+        "attn_mask": rng.random((10, 10)) < 0.5,
+        "attn_bias": rng.normal(size=(1, H, 10, 10)),
+    }[name]
+    cache = PagedKVCache(pool(page_size=4))
+    cache.append(k, v)
+    output = cache.attend(q, backend=backend, **{name: given})
+    expected, _ = naive_attention(q, k, v, is_causal=True, **{name: given})
+    np.testing.assert_allclose(output, expected, rtol=1e-9, atol=1e-12)
+
+
 K, V = np.zeros((1, HKV, 9, D)), np.zeros((1, HKV, 9, DV))
 
 
@@ -140,8 +157,8 @@ K, V = np.zeros((1, HKV, 9, D)), np.zeros((1, HKV, 9, DV))
         (lambda c: c.attend(K), ValueError,
          "q has shape (1, 2, 9, 3): expected (B, H, L, D) with L=3"),
         (lambda c: c.attend(K[:, :, :3], is_causal=True), TypeError, "is_causal is no option"),
-        (lambda c: c.attend(K[:, :, :3], attn_mask=np.ones((3, 3), bool)), ValueError,
-         "attn_mask is for one Lq and one Lk"),
+        (lambda c: c.attend(K[:, :, :3], attn_mask=np.ones((3, 2), bool)), ValueError,
+         "attn_mask has shape (3, 2): expected (Lq, Lk)"),
         (lambda c: PagePool(0, 1, 1, 1), ValueError, "num_pages is 0: expected an integer of"),
         (lambda c: PagePool(1, 1, 1, 1, dtype="i4"), TypeError, "dtype is int32: expected one of"),
         (lambda c: PagedKVCache(c.pool, 0), ValueError, "batch is 0: expected an integer of"),

@@ -43,9 +43,11 @@ NONFINITE, FAILED, TASKS = 0, 1, 2
 
 
 class Buffer(NamedTuple):
-    """A temporary array of a kernel, in the memory that each call provides.
+    """A temporary array that a kernel uses during one call.
 
-    Each thread has a separate copy, on separate cache lines, unless the buffer ``is_shared``.
+    ``kind`` is REAL (the compute dtype), DOUBLE (float64), BYTE (uint8) or INDEX (int64). If
+    ``is_shared``, all threads use the same array. Otherwise, each thread has a separate array, on
+    separate cache lines.
     """
 
     kind: str
@@ -53,7 +55,10 @@ class Buffer(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """An array's shape and strides in bytes; a buffer's last stride is between threads' copies."""
+    """The shape of an array, and its strides in bytes.
+
+    The last stride of a buffer is the distance between the arrays of successive threads.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -62,9 +67,10 @@ class Layout(NamedTuple):
 # A line's order: the headers of each call, the arrays of every problem, the buffers, the numbers.
 BROUGHT = ("q", "k", "v", "O", "L", "memory")
 ROWS = ("queries", "pages", "first_keys", "ids")  # of ``Sequences``
-BLOCKS = ("blocks", "first_blocks", "block_columns")  # of ``blocks.Blocks``
-SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS, *BLOCKS)
-ARRAYS = ("q", "k", "v", "mask", "bias", "O", "L", *SMALL)
+BLOCKS = ("blocks", "first_blocks", "block_columns", "block_rows")  # of ``blocks.Blocks``
+PICKS = ("picks", "chosen")  # of ``selection.Selection``
+SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS, *BLOCKS, *PICKS)
+ARRAYS = ("q", "k", "v", "mask", "bias", "k_scale", "v_scale", "O", "L", *SMALL)
 FUNCTIONS = ("score_mod", "mask_mod", "first_head", "first_key")
 NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size", *FUNCTIONS)
 HEADERS = Struct(f"={len(BROUGHT)}q")
@@ -72,14 +78,18 @@ HEADERS = Struct(f"={len(BROUGHT)}q")
 
 # ``Options``, the rows of each sequence (``Sequences``) and the caller's functions: addresses of
 # ``score_mod`` and ``mask_mod`` or 0, the h and j that they get for head 0 and key 0 (as b they get
-# ``ids``), the blocks that are hidden, and the counter FAILED.
+# ``ids``), the blocks that are hidden, the keys that queries picked, and the counter FAILED.
 CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
-    "CPUOptions", (*Options._fields, *ROWS, "page_size", *FUNCTIONS, *BLOCKS, "failed")
+    "CPUOptions", (*Options._fields, *ROWS, "page_size", *FUNCTIONS, *BLOCKS, *PICKS, "failed")
 )
 
 
 def slots(buffers: Iterable[str]) -> dict[str, int]:
-    """Map each name to the index of its entry in a line, the array of a kernel's arguments."""
+    """Return a dict from each argument's name to its index in the line of a kernel's arguments.
+
+    It also has the indices of "numbers", "sizes", "workers" and "counters". Raises ValueError if
+    one of the names ``buffers`` is that of another argument.
+    """
     names = [*ARRAYS, *buffers, "numbers"]
     if len({*names, *NUMBERS}) < len(names) + len(NUMBERS):
         raise ValueError(f"two arguments of a kernel have one name: {', '.join(names)}")
@@ -94,10 +104,12 @@ def pack(
     layouts: dict[str, Layout], slots: dict[str, int], o: Any, sizes: Sequence[int], workers: int,
     num_counters: int,
 ) -> array[int]:  # fmt: skip
-    """Pack a kernel's arguments into a line, an array of integers that still lacks the addresses.
+    """Pack a kernel's arguments, except addresses of arrays, into a line of integers.
 
-    ``slots`` has each entry's index, ``o`` the small options, ``sizes`` two integers of the rung.
-    It is an ``array.array``: copying and reading it takes half of NumPy's time.
+    ``layouts`` has the layout of each array by name, and ``slots`` the index of each argument.
+    ``o`` is the ``CPUOptions``, ``sizes`` has at most two integers of the kernel, and ``workers``
+    is the number of threads. The ``num_counters`` counters are 0. The line is an ``array.array``,
+    which is copied in half the time of an ndarray.
     """
     line = array("q", bytes(8 * (slots["counters"] + num_counters)))
     for name, (shape, strides) in layouts.items():
@@ -127,10 +139,11 @@ for _array in (np.empty(3), np.empty((4, 5), np.uint8)[1:, 2:]):
 
 
 class Line(types.Type):
-    """The numba type of a kernel's packed arguments; fields are read as in ``o.scale``.
+    """The numba type of packed arguments, which kernels read like a named tuple: ``o.scale``.
 
-    Functions get a Line as two integers, an address and the thread's number. A named tuple would be
-    more than a hundred integers in every function. q, k and v have the dtype ``storage``.
+    A Line is passed to functions as two integers, an address and the thread's number. A named tuple
+    would be more than a hundred arguments. q, k and v have the dtype ``storage``; with 8-bit k and
+    v, q has the compute dtype.
     """
 
     mangling_args = "Line", ()  # shorter than the name, and part of each function's name
@@ -141,15 +154,20 @@ class Line(types.Type):
         kinds = {REAL: real, DOUBLE: types.float64, BYTE: types.uint8, INDEX: types.int64}
         counters = types.Array(types.int64, 1, "C")
         fields = dict.fromkeys(("q", "k", "v"), types.Array(storage, 4, "A"))
+        if storage in (types.int8, types.uint8):
+            fields["q"] = types.Array(real, 4, "A")
+        fields |= dict.fromkeys(("k_scale", "v_scale"), types.Array(real, 3, "A"))
         fields |= {"bias": types.Array(real, 4, "A")}
         fields |= {"O": types.Array(storage if storage == types.uint16 else real, 4, "A")}
         fields |= {"mask": types.Array(types.boolean, 4, "A"), "L": types.Array(real, 3, "A")}
-        lines = ("q_offset", "kv_lengths", "first_keys", "ids", "block_columns")
+        lines = ("q_offset", "kv_lengths", "first_keys", "ids", "block_columns", "block_rows")
         fields |= dict.fromkeys(lines, types.Array(types.int64, 1, "C"))
         fields |= dict.fromkeys(("queries", "pages"), types.Array(types.int64, 2, "C"))
         fields |= dict.fromkeys(("slopes", "sinks"), types.Array(real, 1, "C"))
         fields |= {"blocks": types.Array(types.uint8, 1, "C")}
         fields |= {"first_blocks": types.Array(types.int64, 2, "A")}
+        fields |= {"picks": types.Array(types.int32, 4, "A")}
+        fields |= {"chosen": types.Array(types.int32, 3, "A")}
         fields |= {name: types.Array(kinds[x.kind], 1, "C") for name, x in buffers.items()}
         numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, *[types.int64] * 5)
         fields |= zip(NUMBERS, numbers, strict=True)
@@ -255,7 +273,7 @@ def array_at(context: Any, builder: Any, kind: Any, pointer: Any, shape: Any, st
 
 
 def unpacker(**buffers: Buffer) -> Any:
-    """Return ``unpack(line, worker)``, by which a kernel reads its arguments from a line.
+    """Return a function ``unpack(line, worker)`` that reads a kernel's packed arguments.
 
     ``unpack`` returns q, k, v, mask, bias, o, O, L, memory and the sizes; ``o`` and ``memory`` are
     the same ``Line``. The pointer ``line`` has the dtype in which q, k and v are stored.

@@ -29,27 +29,34 @@ from minimha.kernels.cpu.threads import get_num_threads
 from minimha.kernels.ladder import FEW_QUERIES
 
 __all__ = ["CompilationFailed", "compile_ahead", "forward", "plan", "unsupported"]
-STORAGE = {"float32": "float32", "float64": "float64", "float16": "uint16", "bfloat16": "uint16"}
+STORAGE = {
+    "float32": "float32", "float64": "float64", "float16": "uint16", "bfloat16": "uint16",
+    "int8": "int8", "float8_e4m3fn": "uint8",
+}  # fmt: skip
 Job = tuple[Kernel, np.dtype[Any]]  # to compile, for that dtype of storage
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why ``score_mod`` or ``mask_mod`` cannot be compiled; None if they can."""
+    """Return why numba cannot compile ``score_mod`` or ``mask_mod``, or None if it can."""
     return functions.unsupported(problem)
 
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return output O and log-sum-exp L of ``problem``; see ``minimha.equations.dense.forward``.
 
-    Arrays are read in place if their last axis is contiguous. The CPU's matrix unit, if any,
-    multiplies float16 and bfloat16. Without one, they are widened to float32 block by block. The
-    first call for a dtype compiles for some seconds, once per machine.
+    Arrays are read in place if their last axis is contiguous. The CPU's matrix unit, if it has one,
+    multiplies float16 and bfloat16. Otherwise these are widened to float32 block by block. The
+    first call for a dtype on a machine compiles a kernel, which takes about ten seconds.
     """
     return plan(problem)(problem)
 
 
 def plan(problem: Problem) -> Plan | Parts:
-    """Compile the kernel for ``problem``, and return its ``Plan``, or two plans as ``Parts``."""
+    """Compile the fastest kernel for ``problem``, and return a ``Plan`` that runs it.
+
+    If only some packed sequences have few queries (``FEW_QUERIES``), two kernels are planned and
+    the result is ``Parts``.
+    """
     is_few = problem.num_queries <= FEW_QUERIES
     if problem.sequences is not None and is_few.any() and not is_few.all():
         return Parts(problem, is_few)
@@ -58,7 +65,10 @@ def plan(problem: Problem) -> Plan | Parts:
 
 
 class Parts:
-    """Two plans for packed sequences: one for sequences with few queries, one for the others."""
+    """Two plans for packed sequences: one for sequences with few queries, one for the others.
+
+    ``is_few`` (n,) tells for each sequence which plan computes it.
+    """
 
     def __init__(self, problem: Problem, is_few: NDArray[np.bool_]) -> None:
         assert problem.sequences is not None
@@ -76,11 +86,11 @@ class Parts:
         return self._together([plan(problem) for plan in self._plans])
 
     def run(self, *given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return output O and log-sum-exp L; the arguments are those of ``Plan.run``."""
+        """Run both plans, and return output O and log-sum-exp L; see ``Plan.run``."""
         return self._together([plan.run(*given) for plan in self._plans])
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
-        """Return whether to store both plans for later calls of ``run``; see ``Plan.fits``."""
+        """Return whether both plans can serve later calls with arrays like ``given``."""
         return all(plan.fits(problem, given) for plan in self._plans)
 
     def _together(
@@ -93,13 +103,13 @@ class Parts:
 
 
 def is_ready(problem: Problem) -> bool:
-    """Return whether this process has compiled the kernel and the functions for ``problem``."""
+    """Return whether this process has loaded or compiled kernel and functions of ``problem``."""
     kernel: Kernel = _rung(problem).KERNEL
     return kernel.storage(problem) in kernel.compiled and functions.is_ready(problem)
 
 
 def is_stored(problem: Problem) -> bool:
-    """Return whether the kernel for ``problem`` is on disk."""
+    """Return whether the machine code of the kernel for ``problem`` is on disk."""
     kernel: Kernel = _rung(problem).KERNEL
     return kernel.file(kernel.storage(problem)).read() is not None
 
@@ -107,15 +117,17 @@ def is_stored(problem: Problem) -> bool:
 def compile_ahead(
     dtypes: Sequence[str], progress: Callable[[str], None] = lambda doing: None
 ) -> dict[str, Path | None]:
-    """Compile the kernels for ``dtypes``; map each kernel's name to its file, None if not stored.
+    """Compile the kernels for ``dtypes``; return the file of each kernel, by its name.
 
-    This process and other processes share the work. If another process could not store a kernel on
-    disk, this process compiles it again.
+    The file is None if the kernel could not be stored on disk. This process and others that it
+    starts share the work. If another process could not store a kernel, this process compiles it
+    again. ``progress`` is called with the name of each kernel that this process compiles or loads.
     """
     wanted = [
         (module.KERNEL, np.dtype(storage))
         for storage in dict.fromkeys(STORAGE[dtype] for dtype in dtypes)
         for module in (*rungs(np.dtype(storage)), delta_rule)
+        if module is not delta_rule or np.dtype(storage).itemsize > 1
     ]
     missing = [(kernel, dtype) for kernel, dtype in wanted if not kernel.file(dtype).read()]
     threads = get_num_threads()
@@ -165,10 +177,15 @@ def _program(jobs: Sequence[Job]) -> str:
 
 
 def rungs(dtype: np.dtype[Any]) -> tuple[ModuleType, ModuleType]:
-    """Return two rungs (modules), for many and for few queries; dtype uint16 is 16-bit floats."""
+    """Return the modules of the kernels for many queries and for few queries of ``dtype``.
+
+    The dtype uint16 stands for float16 and bfloat16.
+    """
     has_matrix_unit = rung6_matrix_unit.is_made_for(dtype)
     return rung6_matrix_unit if has_matrix_unit else rung4_parallel, rung5_decode
 
 
 def _rung(problem: Problem) -> ModuleType:
-    return rungs(problem.dtype)[rung5_decode.longest_q(problem) <= FEW_QUERIES]
+    # 8-bit keys and values are computed in the compute dtype, whatever the dtype of q.
+    dtype = problem.dtype if problem.k_scale is None else problem.compute
+    return rungs(dtype)[rung5_decode.longest_q(problem) <= FEW_QUERIES]

@@ -34,7 +34,7 @@ _kept: dict[Hashable, Any] = {}
 
 
 class Blocks(NamedTuple):
-    """Which blocks of scores a ``mask_mod`` hides, for B sequences that may differ in length.
+    """How much of each block of scores a ``mask_mod`` hides, for B sequences of any lengths.
 
     A block's state is HIDDEN, PARTIAL or FULL (nothing is hidden). Without packed sequences, each
     batch entry is a sequence. The blocks of each sequence and head are in row-major order.
@@ -43,25 +43,30 @@ class Blocks(NamedTuple):
     blocks: NDArray[np.uint8]  # (N,): all states, as in ``BlockMask``; empty if they are not known
     first_blocks: NDArray[np.int64]  # (B, H): the first block of a sequence and head
     block_columns: NDArray[np.int64]  # (B,): blocks per row
+    block_rows: NDArray[np.int64]  # (B,): the query of the mask that is query 0
 
 
 @cache
 def no_blocks(H: int) -> Blocks:
-    """Return ``Blocks`` without any block, cached because new arrays cost microseconds per call."""
-    return Blocks(np.empty(0, np.uint8), np.empty((0, H), np.int64), np.empty(0, np.int64))
+    """Return empty ``Blocks`` for H heads, cached because new arrays take microseconds."""
+    none = np.empty(0, np.int64)
+    return Blocks(np.empty(0, np.uint8), np.empty((0, H), np.int64), none, none)
 
 
 def blocks_of(problem: Problem) -> Blocks:
-    """Return the ``Blocks`` of ``problem``, computed once for sequences with equal masks."""
+    """Return the ``Blocks`` of the ``mask_mod`` of ``problem``; small ones are cached."""
     H, B, Lk = problem.q.shape[1], len(problem.kv_lengths), problem.k.shape[2]
     mask_mod: Any = problem.mask_mod
+    sequences = problem.sequences
+    ids = np.arange(B) if sequences is None else sequences.ids
     if isinstance(mask_mod, BlockMask):
         num_batch, heads, rows, columns = mask_mod.states.shape
         firsts = np.arange(num_batch * heads).reshape(num_batch, heads) * rows * columns
-        states = np.ascontiguousarray(mask_mod.states).ravel()
-        return Blocks(states, np.broadcast_to(firsts, (B, H)), np.full(B, columns))
-    sequences = problem.sequences
-    ids = (np.arange(B) if sequences is None else sequences.ids) + problem.corner.b
+        states, offsets = np.ascontiguousarray(mask_mod.states).ravel(), np.array(mask_mod.q_offset)
+        firsts, offsets = (x[ids] if len(x) > 1 else x for x in (firsts, offsets))
+        each_head, first_rows = np.broadcast_to(firsts, (B, H)), problem.q_offset - offsets
+        return Blocks(states, each_head, np.full(B, columns), first_rows)
+    ids = ids + problem.corner.b
     lengths = np.full(B, Lk) if sequences is None else problem.kv_lengths
     facts = ids * uses(mask_mod, 0), problem.num_queries, lengths, problem.q_offset
     each = zip(*(fact.tolist() for fact in facts), strict=True)
@@ -83,15 +88,16 @@ def blocks_of(problem: Problem) -> Blocks:
             _kept[key] = found
     rows, columns, firsts = _layout(kinds, heads)
     each_head = firsts[kind, None] + np.arange(heads) * (rows * columns)[kind, None]
-    return Blocks(found, np.broadcast_to(each_head, (B, H)), columns[kind])
+    first_rows = np.zeros(B, np.int64)
+    return Blocks(found, np.broadcast_to(each_head, (B, H)), columns[kind], first_rows)
 
 
 def block_states(
     mask_mod: Any, B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """Return the state of each block of 16 queries × 32 keys, with ``mask_mod`` compiled.
+    """Return ``BlockMask.states``, computed with machine code of ``mask_mod``, or else in NumPy.
 
-    The shape is (B, H, ⌈Lq / 16⌉, ⌈Lk / 32⌉), as in ``BlockMask.states``.
+    The shape is (B, H, ⌈Lq / 16⌉, ⌈Lk / 32⌉): one state for each block of 16 queries × 32 keys.
     """
     kinds = np.column_stack((np.arange(B), np.full(B, Lq), np.full(B, Lk), q_offset))
     try:
@@ -149,13 +155,16 @@ def _filling() -> Compiled:
 
 @jit
 def visible_range(o, b, h, i0, i1, j0, j1):
-    """Return start and stop of the keys from j0 to j1 that ``mask_mod`` may show queries i0 to i1.
+    """Return the range of keys from j0 to j1 after dropping HIDDEN blocks at both ends.
 
-    Also returns whether all these blocks are FULL (nothing is hidden); False without ``o.blocks``.
+    Keys are dropped if their blocks are HIDDEN for all queries from i0 to i1. The third result is
+    whether all blocks from j0 to j1 are FULL (nothing is hidden). If ``o.blocks`` is empty, the
+    results are j0, j1 and False.
     """
     if not o.blocks.size:
         return j0, j1, False
     first, last, is_full, columns = j1, j0, True, o.block_columns[b]
+    i0, i1 = i0 + o.block_rows[b], i1 + o.block_rows[b]
     for column in range(j0 // COLUMNS, -(-j1 // COLUMNS)):
         for row in range(i0 // ROWS, -(-i1 // ROWS)):
             state = o.blocks[o.first_blocks[b, h] + row * columns + column]
@@ -167,7 +176,10 @@ def visible_range(o, b, h, i0, i1, j0, j1):
 
 @jit
 def visible_to_heads(o, b, h, heads, Lq, j0, j1):
-    """Return ``visible_range`` of queries 0 to Lq, joined over the heads h to h + ``heads``."""
+    """Return the union of ``visible_range`` of queries 0 to Lq over heads h to h + ``heads``.
+
+    The third result is whether all blocks from j0 to j1 are FULL for all these heads.
+    """
     j1 = max(j0, j1)  # without keys, j0 may be far beyond j1
     first, last, is_full = j1, j0, True
     for head in range(h, h + heads):
@@ -178,9 +190,11 @@ def visible_to_heads(o, b, h, heads, Lq, j0, j1):
 
 @jit
 def visible_run(o, b, h, heads, Lq, j0, j1):
-    """Return start and stop of the first run of keys between j0 and j1 without hidden blocks.
+    """Return the first range of keys between j0 and j1 that contains no hidden block.
 
-    Also returns whether all blocks of the run are FULL, or False if ``o.blocks`` is empty.
+    Without such keys, it is the empty range j1 to j1. The third result is whether all blocks of the
+    range are FULL. If ``o.blocks`` is empty, the results are j0, j1 and False. A block is hidden if
+    it hides all its keys from queries 0 to Lq of heads h to h + ``heads``.
     """
     if not o.blocks.size:
         return j0, j1, False
@@ -198,12 +212,12 @@ def visible_run(o, b, h, heads, Lq, j0, j1):
 
 
 def fill(tile, states, visible, failed, table, sizes, first, step):
-    """Write the states of every ``step``-th row of blocks, from row ``first`` on.
+    """Compute the states of every ``step``-th row of blocks, as one of ``step`` threads.
 
-    ``tile`` is a ``Tile.line``. For each sequence ``table`` has b, the numbers of queries and of
-    keys, the position of query 0, and the index of the first state. ``sizes`` holds the numbers of
-    sequences and heads, the first h and the first j. ``visible`` has room for one block per thread.
-    ``failed[0]`` becomes 1 if ``mask_mod`` raises.
+    ``first`` is the number of the thread. ``tile`` is a ``Tile.line``. For each sequence ``table``
+    has b, the numbers of queries and of keys, the position of query 0, and the index of the first
+    state. ``sizes`` holds the numbers of sequences and heads, the first h and the first j.
+    ``visible`` has room for one block per thread. ``failed[0]`` becomes 1 if ``mask_mod`` raises.
     """
     num_sequences, heads, first_head, first_key = sizes[0], sizes[1], sizes[2], sizes[3]
     start, turn = first * ROWS * COLUMNS, 0

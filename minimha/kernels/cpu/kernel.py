@@ -1,4 +1,4 @@
-"""Compile a CPU kernel when needed (``Kernel``), and call it for one kind of problem (``Plan``).
+"""Define ``Kernel``, which compiles a CPU kernel on first use, and ``Plan``, which calls it.
 
 Every CPU rung is a function of two arguments. The first is a line of memory, which holds all other
 arguments. The second is the number of the thread, 0 for the caller. A rung begins with ``unpack``
@@ -7,12 +7,14 @@ arguments. The second is the number of the thread, 0 for the caller. A rung begi
     q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
 
 q, k, v   (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), read in place: any strides except the
-          last, which is one item. float32, float64, or 16-bit numbers as their bits (uint16).
+          last, which is one item. float32, float64, or 16-bit numbers as their bits (uint16). k and
+          v may be int8, or float8_e4m3fn as its bits (uint8); q is then float32.
 mask      (B, H, Lq, Lk) bool, any strides; of size 0 if there is none
 bias      (B, H, Lq, Lk), compute dtype, any strides; of size 0 if there is none
-o         the fields of ``CPUOptions``: small options, the caller's functions, and the rows of each
+o         the fields of ``CPUOptions``: options, the caller's functions, and the rows of each
           sequence. B above is the arrays' first axis, not the number of sequences,
-          ``len(o.queries)``
+          ``len(o.queries)``. ``o.k_scale`` and ``o.v_scale`` (B, Hkv, Lk) are the scales of 8-bit
+          k and v, any strides; of size 0 if there are none
 O, L      the results: (B, H, Lq, Dv), stored like v, and (B, H, Lq), the compute dtype
 memory    the rung's buffers, 1-D arrays, one per thread unless shared; ``counters``, which all
           threads share; ``worker``, the number of the thread; ``workers``, the number of threads
@@ -33,6 +35,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from minimha.equations.arguments import cast
+from minimha.equations.eight_bits import SCALES
 from minimha.equations.functions import Placed
 from minimha.equations.problem import Problem, factor_against_overflow
 from minimha.equations.sequences import one_per_entry
@@ -62,14 +66,15 @@ from minimha.kernels.cpu.blocks import blocks_of, no_blocks
 from minimha.kernels.cpu.compiler import Compiled, compiled
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.pool import pool
-from minimha.kernels.options import NO_BIAS, NO_MASK, options
+from minimha.kernels.cpu.selection import selection_of
+from minimha.kernels.options import NO_BIAS, NO_MASK, NO_SCALE, options
 
 LONG = 1 << 33  # products: some tenths of a second, so that Ctrl-C must end the call
 PAGE = 1 << 12  # bytes
 LARGEST_REMEMBERED = 1 << 16  # bytes that a remembered plan holds at most
 FLOAT64, UINT8, INT64 = np.dtype(np.float64), np.dtype(np.uint8), np.dtype(np.int64)
 CANCELLED = 1 << 62  # a task that does not exist
-SPARES, LARGEST_SPARE = 4, 1 << 22  # blocks of memory kept for later calls, and their bytes
+SPARES, LARGEST_SPARE = 4, 1 << 23  # blocks of memory kept for later calls, and their bytes
 
 
 class CompilationFailed(RuntimeError):  # noqa: N818  (it states a fact about the machine)
@@ -77,7 +82,7 @@ class CompilationFailed(RuntimeError):  # noqa: N818  (it states a fact about th
 
 
 class Sizes(NamedTuple):
-    """A kernel's sizes for one problem: blocks, lengths of buffers in items, number of threads."""
+    """Block sizes, buffer lengths (in items) and number of threads of a kernel for a problem."""
 
     blocks: tuple[int, ...]
     lengths: dict[str, int]
@@ -85,43 +90,65 @@ class Sizes(NamedTuple):
 
 
 class Kernel:
-    """A rung's function, with its machine code for each dtype in which q, k and v are stored.
+    """A kernel: a Python function and its machine code for each dtype of stored q, k and v.
 
     Besides O and L the kernel writes temporary ``buffers``. ``sizes(problem, **chosen)`` returns
-    its ``Sizes``. If the kernel ``widens``, it reads 16-bit numbers; otherwise they are widened
-    before the call. If the kernel ``skips``, it skips blocks that a ``mask_mod`` hides completely,
-    provided that K and V have at least ``worth_skipping`` numbers. For fewer, finding the blocks
-    takes longer than reading them. Before the division by the sum no weight exceeds
-    ``largest_weight``, up to rounding.
+    its ``Sizes``. If ``widens`` is True, the kernel reads 16-bit numbers; otherwise these are
+    widened before the call. If ``skips`` is True, the kernel skips blocks that a ``mask_mod`` hides
+    completely, provided that K and V together have at least ``worth_skipping`` numbers. For fewer,
+    finding such blocks takes longer than reading them. If ``gathers`` is True, the kernel reads
+    only the keys in ``key_indices``; otherwise it reads all keys and hides the others. Weights
+    before normalisation are at most ``largest_weight``, up to rounding.
     """
 
     def __init__(
         self, function: Callable[..., None], buffers: dict[str, Buffer],
-        sizes: Callable[..., Sizes], widens: bool = False, skips: bool = False,
-        worth_skipping: int = 0, largest_weight: int = 1,
+        sizes: Callable[..., Sizes], widens: bool = False, scales: bool = False,
+        skips: bool = False, worth_skipping: int = 0, gathers: bool = False,
+        largest_weight: int = 1,
     ) -> None:  # fmt: skip
         self.function, self.widens, self.buffers, self.sizes = function, widens, buffers, sizes
+        self.scales = scales
         self.skips, self.worth_skipping = skips, worth_skipping
-        self.largest_weight = largest_weight
+        self.gathers, self.largest_weight = gathers, largest_weight
         self.slots = slots(buffers)
         self.compiled: dict[np.dtype[Any], Compiled] = {}
 
     def plan(self, problem: Problem, **chosen: int) -> Plan:
-        """Return a ``Plan`` for ``problem``; ``chosen`` replaces default sizes, such as ``B_c``."""
+        """Return a ``Plan`` for ``problem``; ``chosen`` overrides sizes, such as ``B_c``."""
+        problem = self.readable(problem)
         return Plan(self, problem, self.sizes(problem, **chosen))
 
     def forward(self, problem: Problem, **chosen: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return output O and log-sum-exp L; see ``minimha.equations.tiled.forward``."""
+        """Return output O and log-sum-exp L of ``problem``; see ``equations.tiled.forward``."""
         return self.plan(problem, **chosen)(problem)
 
+    def readable(self, problem: Problem) -> Problem:
+        """Return ``problem`` with 8-bit k and v widened, unless the kernel reads 8-bit numbers.
+
+        Either way, q is cast to the compute dtype. A problem without 8-bit k and v is returned
+        unchanged.
+        """
+        if problem.k_scale is None or not self._reads_bytes(problem):
+            return problem.widened()
+        return replace(problem, q=cast(problem.q, problem.compute), dtype=problem.compute)
+
+    def _reads_bytes(self, problem: Problem) -> bool:
+        return self.scales and problem.compute == np.float32
+
     def storage(self, problem: Problem) -> np.dtype[Any]:
-        """Return the dtype in which the kernel reads q, k and v of ``problem``."""
+        """Return the dtype in which the kernel reads k and v of ``problem``."""
+        if problem.k_scale is not None and self._reads_bytes(problem):
+            return np.dtype(np.int8 if problem.k.dtype.kind == "i" else np.uint8)
         if not self.widens:
             return problem.compute
         return np.dtype(np.uint16) if problem.dtype.itemsize == 2 else problem.dtype
 
     def compile(self, storage: np.dtype[Any], is_ahead: bool = False) -> Compiled:
-        """Load or compile the code for dtype ``storage``; log a compilation unless ``is_ahead``."""
+        """Load or compile the machine code for dtype ``storage`` of q, k and v.
+
+        Logs a compilation unless ``is_ahead``. Raises CompilationFailed if numba or LLVM fails.
+        """
         if storage not in self.compiled:
             name = self.name(storage)
             try:
@@ -136,16 +163,16 @@ class Kernel:
         return self.compiled[storage]
 
     def file(self, storage: np.dtype[Any]) -> File:
-        """Return the file of the machine code for a dtype of storage."""
+        """Return the file of the machine code for dtype ``storage`` of q, k and v."""
         return File(self.name(storage), str(_signature(storage)))
 
     def name(self, storage: np.dtype[Any]) -> str:
-        """Return the kernel's name in the log and on disk."""
+        """Return the kernel's name in the log and on disk, such as "tiles-float32"."""
         return f"{self.function.__name__}-{storage.name}"
 
 
 class Plan:
-    """A kernel's arguments for problems of the same shapes, strides, dtypes and options.
+    """A reusable call of a kernel for problems of equal shapes, strides, dtypes and options.
 
     A plan does not depend on the numbers in q, k and v. Several threads may call it at once.
     """
@@ -153,6 +180,11 @@ class Plan:
     def __init__(self, kernel: Kernel, problem: Problem, sizes: Sizes) -> None:
         (B, H, Lq, D), Dv = problem.q.shape, problem.v.shape[3]
         self.compute, self.storage = problem.compute, kernel.storage(problem)
+        self._of_kernel = kernel.readable
+        sizes_of = [self.storage.itemsize] * 3
+        if problem.k_scale is not None:
+            sizes_of[0] = problem.compute.itemsize
+        self._itemsizes = dict(zip("qkv", sizes_of, strict=True))
         blocks, lengths, self.workers = sizes
         self._rows, self.shape = (B, H, Lq), (B, H, Lq, Dv)
         self._result = problem.compute if self.storage == problem.compute else problem.dtype
@@ -170,10 +202,13 @@ class Plan:
             "mask": NO_MASK if problem.attn_mask is None else problem.attn_mask,
             "bias": NO_BIAS[problem.compute] if problem.attn_bias is None else problem.attn_bias,
         } | {name: getattr(o, name) for name in SMALL}
+        for name in SCALES.values():
+            scales = getattr(problem, name)
+            self._held[name] = NO_SCALE[problem.compute] if scales is None else scales
         layouts = {name: Layout(array.shape, array.strides) for name, array in self._held.items()}
-        layouts |= {name: self._layout(getattr(problem, name)) for name in "qkv"}
-        layouts |= {"O": _contiguous(self.shape, self._result)}
-        layouts |= {"L": _contiguous(self._rows, problem.compute)}
+        layouts |= {name: self._layout(name, getattr(problem, name)) for name in "qkv"}
+        layouts |= {"O": _contiguous(self.shape, self._result.itemsize)}
+        layouts |= {"L": _contiguous(self._rows, problem.compute.itemsize)}
         starts = self._place(kernel.buffers, lengths, layouts)
         num_counters = TASKS + lengths.get("counters", 0)
         self._line = pack(layouts, kernel.slots, o, blocks, self.workers, num_counters)
@@ -214,19 +249,27 @@ class Plan:
         (B, H, Lq, _), Lk, (b, h, key) = problem.q.shape, problem.k.shape[2], problem.corner
         rows = problem.sequences or one_per_entry(B, Lq, Lk)
         is_large = problem.k.size + problem.v.size >= kernel.worth_skipping
+        is_gathering = kernel.gathers and problem.key_indices is not None
         is_skipping = kernel.skips and problem.mask_mod is not None and is_large
+        is_skipping = is_skipping and not is_gathering
         hidden = blocks_of(problem) if is_skipping else no_blocks(H)
         return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals
             *options(problem), queries=np.ascontiguousarray(rows.queries),
             pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
             ids=rows.ids + b, page_size=rows.page_size, score_mod=0, mask_mod=0, first_head=h,
             first_key=key, **hidden._asdict(), failed=None,
+            **selection_of(problem, kernel.gathers)._asdict(),
         )  # fmt: skip
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return O and L of ``problem``, in the compute dtype unless the kernel rounds O."""
-        given = (problem.q, problem.k, problem.v)
-        q, k, v = (x if self._is_readable(x) else self._copy(x) for x in given)
+        """Return output O and log-sum-exp L of ``problem``.
+
+        L has the compute dtype. O has the dtype of ``problem`` if the kernel reads 16-bit numbers,
+        else the compute dtype.
+        """
+        problem = self._of_kernel(problem)
+        given = {"q": problem.q, "k": problem.k, "v": problem.v}
+        q, k, v = (x if self._is_readable(n, x) else self._copy(n, x) for n, x in given.items())
         return self.run(q, k, v, problem.taken)
 
     def run(
@@ -258,7 +301,7 @@ class Plan:
         O, L = np.empty(self.shape, self._result), np.empty(self._rows, self.compute)
         if not L.size:
             return O, L, True
-        memory = _memory(self._size)
+        memory = memory_of(self._size)
         arrays = q, k, v, O, L, memory
         HEADERS.pack_into(line, 0, *map(id, arrays))
         held: list[Any] = [arrays, called]
@@ -274,8 +317,7 @@ class Plan:
             os_threads.call([partial(self._run, line, held)], cancel)
         else:
             self._run(line, held)
-        if len(_spares) < SPARES and memory.nbytes <= LARGEST_SPARE:
-            _spares.append(memory)
+        give_back(memory)
         if self._problem is not None and line[self._counters + FAILED]:
             given: dict[str, Any] = {name: placed.function for name, placed in called.items()}
             functions.raise_again(replace(self._problem, **given))
@@ -290,34 +332,37 @@ class Plan:
             pool().run(self._kernel.address, at, self.workers)
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
-        """Return whether to store the plan for later calls of ``run`` with arrays like ``given``.
+        """Return whether the plan can be stored for later calls with arrays like ``given``.
 
         True if the arrays need no conversion, the plan holds little memory, and captured values of
-        ``score_mod`` are arguments.
+        ``score_mod`` are arguments of its machine code.
         """
         is_light = sum(array.nbytes for array in self._held.values()) <= LARGEST_REMEMBERED
         name, tiles = "score_mod", self._tiles
         is_general = name not in tiles or tiles[name].takes(problem.readings[name].values)
-        is_direct = all(x.dtype == problem.dtype and self._is_readable(x) for x in given)
+        is_direct = all(
+            x.dtype == problem.dtype and self._is_readable(n, x)
+            for n, x in zip("qkv", given, strict=True)
+        )
         return is_light and is_general and is_direct
 
-    def _is_readable(self, array: NDArray[Any]) -> bool:
-        return is_readable(array, self.storage.itemsize)
+    def _is_readable(self, name: str, array: NDArray[Any]) -> bool:
+        return is_readable(array, self._itemsizes[name])
 
-    def _layout(self, array: NDArray[Any]) -> Layout:
-        if self._is_readable(array):
+    def _layout(self, name: str, array: NDArray[Any]) -> Layout:
+        if self._is_readable(name, array):
             return Layout(array.shape, array.strides)
-        return _contiguous(array.shape, self.storage)
+        return _contiguous(array.shape, self._itemsizes[name])
 
-    def _copy(self, array: NDArray[Any]) -> NDArray[Any]:
-        is_widened = array.itemsize != self.storage.itemsize
+    def _copy(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        is_widened = array.itemsize != self._itemsizes[name]
         return np.require(array, self.storage if is_widened else None, ["C", "ALIGNED"])
 
 
 def is_readable(array: NDArray[Any], size: int) -> bool:
     """Return whether a kernel can read ``array`` in place as items of ``size`` bytes.
 
-    16-bit numbers are read as their bits. The last axis must be contiguous.
+    The array must be aligned, and its last axis contiguous. 16-bit numbers are read as their bits.
     """
     if array.itemsize != size or not array.flags.aligned:
         return False
@@ -332,7 +377,7 @@ def _signature(storage: np.dtype[Any]) -> Any:
 _spares: list[NDArray[np.uint8]] = []
 
 
-def _memory(nbytes: int) -> NDArray[np.uint8]:
+def memory_of(nbytes: int) -> NDArray[np.uint8]:
     """Return at least ``nbytes``, aligned to a page; reuse memory, because new pages are slow."""
     try:
         spare = _spares.pop()
@@ -344,8 +389,14 @@ def _memory(nbytes: int) -> NDArray[np.uint8]:
     return block[-address(block) % PAGE :]
 
 
-def _contiguous(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
-    strides = [dtype.itemsize]
+def give_back(memory: NDArray[np.uint8]) -> None:
+    """Keep ``memory`` for later calls of ``memory_of``, unless it is large."""
+    if len(_spares) < SPARES and memory.nbytes <= LARGEST_SPARE:
+        _spares.append(memory)
+
+
+def _contiguous(shape: tuple[int, ...], itemsize: int) -> Layout:
+    strides = [itemsize]
     for length in reversed(shape[1:]):
         strides.insert(0, strides[0] * length)
     return Layout(shape, tuple(strides))

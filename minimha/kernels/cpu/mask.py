@@ -4,9 +4,9 @@
 compiled unchanged. For a tile, ``mask_tile`` and ``apply_softcap_and_bias`` do each step for all
 scores before the next step: LLVM vectorizes such loops, but not calls per score.
 
-A tile is transposed: row j holds the scores of key j0 + j with one panel of queries, one query per
-lane. So no step of the softmax goes across lanes. S[j · lanes + r] belongs to query i0 + r; lanes
-from ``rows`` on are padding.
+A tile is transposed: row j holds the scores of key j0 + j, with one query per vector lane. So no
+step of the softmax goes across lanes. S[j · lanes + r] is the score of query i0 + r; lanes from
+``rows`` on are padding. A tile has n keys. ``o`` has the options, b is a sequence, and h a head.
 """
 
 from __future__ import annotations
@@ -19,22 +19,39 @@ from minimha.equations import visibility
 from minimha.kernels import score
 from minimha.kernels.cpu.functions import call_function
 from minimha.kernels.cpu.jit import jit, jit_inline
+from minimha.kernels.cpu.selection import hide_others
 from minimha.kernels.cpu.simd.memory import flat
 from minimha.kernels.cpu.simd.softmax import soft_cap
 from minimha.kernels.cpu.simd.transpose import transpose
+from minimha.kernels.cpu.storage import queries_of
 
 sees = jit_inline(visibility.sees)
 key_range = jit_inline(visibility.key_range)
 query_range = jit(visibility.query_range)
 is_full = jit_inline(visibility.is_full)
-head_of = jit_inline(score.head_of)
 is_hidden = jit_inline(score.is_hidden)
 final_score = jit_inline(score.final_score)
 
 
+_head_of = jit_inline(score.head_of)
+
+
+@jit_inline
+def head_of(o, b, h):
+    """Return the ``Head`` of head h of sequence b, whose ``offset`` is that of row 0 of q.
+
+    So functions that take this ``Head`` count queries as rows of q, not within their sequence.
+    """
+    head, (_, first, _) = _head_of(o, b, h), queries_of(o, b)
+    return score.Head(
+        head.left, head.right, head.offset - first, head.length, head.scale, head.softcap,
+        head.slope,
+    )  # fmt: skip
+
+
 @jit_inline
 def is_visible(mask, bias, head, b, h, i, j):
-    """Return whether query i of head h sees key j, ignoring ``mask_mod``."""
+    """Return whether the query q[b, h, i] sees key j by position, length, mask and bias."""
     if not sees(i, j, head.offset, head.left, head.right, head.length):
         return False
     return not is_hidden(mask, bias, b, h, i, j)
@@ -48,7 +65,7 @@ def has_softcap_or_bias(bias, o):
 
 @jit_inline
 def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
-    """Write X[b, h, i0 : i0 + rows, j0 : j0 + n] into ``tile``, one key per row."""
+    """Write the transpose of X[b, h, i0 : i0 + rows, j0 : j0 + n] into ``tile``."""
     offset = b * X.strides[0] + h * X.strides[1] + i0 * X.strides[2] + j0 * X.strides[3]
     size = X.itemsize
     if X.strides[3] == size and X.strides[2] % size == 0 and offset % size == 0:
@@ -62,20 +79,20 @@ def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
 
 @jit
 def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, visible, biases):
-    """Write into ``visible`` which keys each lane's query sees; return the number of visible pairs.
+    """Write the mask of a tile into ``visible`` as 0 and 1, and return the number of visible pairs.
 
-    ``full`` means that causality, window, length and ``mask_mod`` hide no key of the tile. The
-    tile's biases are written into ``biases``.
+    ``full`` means that causality, window, length and ``mask_mod`` hide no key of the tile. If there
+    is a bias, the tile's biases are written into ``biases``.
     """
-    size, count = n * lanes, 0
+    size, count, (entry, first, _) = n * lanes, 0, queries_of(o, b)
     if mask.size:
-        load_tile(mask, b, h, i0, rows, j0, n, lanes, visible)
+        load_tile(mask, entry, h, first + i0, rows, j0, n, lanes, visible)
     else:
         for x in range(size):
             visible[x] = 1
     if bias.size:
         lowest = biases.dtype.type(-math.inf)
-        load_tile(bias, b, h, i0, rows, j0, n, lanes, biases)
+        load_tile(bias, entry, h, first + i0, rows, j0, n, lanes, biases)
         for x in range(size):
             visible[x] &= biases[x] != lowest
     if not full:
@@ -87,6 +104,8 @@ def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, visible, biases
                 visible[j * lanes + r] &= (low <= r) & (r < high)
     if o.mask_mod and not full:
         call_function(o.mask_mod, visible, 0, o, b, h, i0, j0, n, rows, lanes, 1)
+    if o.picks.size:
+        hide_others(o, entry, h, first + i0, rows, j0, n, lanes, visible)
     if rows < lanes:
         for j in range(n):
             for r in range(rows, lanes):
@@ -98,7 +117,7 @@ def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, visible, biases
 
 @jit
 def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
-    """Apply soft cap, bias and ALiBi to scaled scores S, with ``biases`` from ``mask_tile``."""
+    """Apply soft cap, bias and ALiBi to scaled scores S; ``mask_tile`` has written ``biases``."""
     if o.softcap:
         soft_cap(S, 0, n * lanes, o.softcap)
     if bias.size:
@@ -113,7 +132,10 @@ def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
 
 @jit
 def apply_score_mod(S, visible, o, b, h, i0, rows, j0, n, lanes):
-    """Apply ``score_mod`` to a tile and hide scores of -inf; return the number of visible pairs."""
+    """Apply ``score_mod`` to S, and set ``visible`` to 0 where S becomes -inf.
+
+    Returns the number of pairs that are still visible.
+    """
     call_function(o.score_mod, S, 0, o, b, h, i0, j0, n, rows, lanes, 1)
     count, lowest = 0, S.dtype.type(-math.inf)
     for x in range(n * lanes):
@@ -124,6 +146,6 @@ def apply_score_mod(S, visible, o, b, h, i0, rows, j0, n, lanes):
 
 @jit
 def hide(S, visible, size):
-    """Write -inf into S where a query does not see the key."""
+    """Set the first ``size`` scores of S to -inf where ``visible`` is 0."""
     for x in range(size):
         S[x] = S[x] if visible[x] else S.dtype.type(-math.inf)

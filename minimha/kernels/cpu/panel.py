@@ -1,7 +1,8 @@
-"""Compute the outputs of a panel of queries, one query per lane, for rungs 3, 4 and 6.
+"""Compute the outputs of a panel, which is a group of queries with one query per vector lane.
 
-Line numbers are those of FlashAttention-2's Algorithm 1. See ``rung3_vector_tiles`` for the idea of
-a panel. ``t`` holds a thread's buffers, and ``o`` the options of the problem.
+CPU rungs 3, 4 and 6 use panels; ``rung3_vector_tiles`` explains why. Line numbers are those of
+FlashAttention-2's Algorithm 1, with running maximum m, sum l and output O. ``t`` holds a thread's
+buffers, and ``o`` the options of the problem.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of t
 
 
 class Panel(NamedTuple):
-    """The queries i0 to i0 + rows of head h; m, l and O are maximum, sum and output so far.
+    """Queries i0 to i0 + rows of head h, with their running maximum m, sum l and output O.
 
     ``Q`` is (D, lanes) and ``O`` is (Dv, lanes), flat. ``m`` and ``l`` are (lanes,); ``l``, a long
     sum, is in float64. The panel is ``vectors`` vectors wide; lanes beyond ``rows`` are padding.
@@ -61,7 +62,10 @@ PANEL_BUFFERS = dict.fromkeys(
 
 
 def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dict[str, int]:
-    """Map each of ``PANEL_BUFFERS`` to its length, with room for whole register tiles."""
+    """Return the length of each of ``PANEL_BUFFERS``, with room for whole register tiles.
+
+    A thread has ``panels`` panels at once, and tiles of B_c keys.
+    """
     lanes, keys, columns = panel_width(itemsize), whole_tiles(B_c), whole_tiles(Dv)
     lengths = dict.fromkeys(("scales", "top", "shift", "correction", "total"), lanes)
     lengths |= dict.fromkeys(("S", "visible", "biases"), keys * lanes) | {"V_j": keys * Dv}
@@ -71,7 +75,7 @@ def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dic
 
 @jit
 def panel_of(t, u, Lq, b, h, p):
-    """Return panel p of head h, with Q, O, m and l in the u-th section of their buffers."""
+    """Return the p-th panel of head h, with Q, O, m and l in section u of their buffers."""
     widest = panel_width(t.ms.itemsize)
     panels = len(t.ms) // widest
     i0, rows, vectors = panel_rows(Lq, t.ms.itemsize, p)
@@ -82,7 +86,7 @@ def panel_of(t, u, Lq, b, h, p):
 
 @jit_too
 def num_panels(Lq, itemsize):
-    """Return the number of panels for Lq queries, rows of ``itemsize``-byte numbers."""
+    """Return the number of panels for Lq queries whose numbers have ``itemsize`` bytes."""
     return -(-Lq // panel_width(itemsize))
 
 
@@ -98,7 +102,7 @@ def panel_rows(Lq, itemsize, p):
 
 @jit
 def load_panel(panel, Q, D, Dv, t, o):
-    """Copy Q, transposed, into the panel, and begin m, l and O (Algorithm 1, lines 4 and 5)."""
+    """Copy Qᵀ into a panel, and initialize m, l and O (FlashAttention-2, lines 4 and 5)."""
     lanes = panel.lanes
     transpose(Q.line, Q.start, Q.stride, panel.Q, 0, lanes, panel.rows, D)
     if panel.rows < lanes:
@@ -110,7 +114,10 @@ def load_panel(panel, Q, D, Dv, t, o):
 
 @jit
 def begin_panel(panel, rows_of_O, t, o):
-    """Give m, l and O of a panel their first values (Algorithm 1, line 5)."""
+    """Initialize maximum m, sum l and output O of a panel (FlashAttention-2, line 5).
+
+    m and l begin with the sink. The scale is written to all of ``t.scales``.
+    """
     lanes, sink = panel.lanes, o.sinks[panel.h]
     for x in range(rows_of_O * lanes):
         panel.O[x] = 0
@@ -122,7 +129,7 @@ def begin_panel(panel, rows_of_O, t, o):
 
 @jit_inline
 def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
-    """Update m, l and O with the keys j0 to j0 + n (Algorithm 1, lines 8 to 10).
+    """Update m, l and O of a panel with n keys from j0 on (FlashAttention-2, lines 8 to 10).
 
     These keys are the rows of ``block``, a pair K_j and V_j, from ``first`` on. If ``full``,
     causality, window, length and ``mask_mod`` hide none of them.
@@ -131,7 +138,7 @@ def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
     S, visible = flat(t.S, 0), flat(t.visible, 0)
     rows, vectors, lanes = panel.rows, panel.vectors, panel.lanes
     num_visible = n * rows
-    if mask.size or bias.size or o.score_mod or not full:
+    if mask.size or bias.size or o.score_mod or o.picks.size or not full:
         num_visible = mask_panel(panel, j0, n, t, mask, bias, o, full)
         if num_visible == 0:
             return
@@ -150,7 +157,10 @@ def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
 
 @jit_inline
 def mask_panel(panel, j0, n, t, mask, bias, o, full):
-    """Call ``mask_tile`` for a panel and the n keys from j0 on."""
+    """Write the mask of a panel and n keys from j0 on, and return the number of visible pairs.
+
+    ``full`` has the same meaning as in ``update_panel``.
+    """
     return mask_tile(
         mask, bias, o, panel.b, panel.h, panel.i0, panel.rows, j0, n, panel.lanes, full,
         flat(t.visible, 0), t.biases,
@@ -159,13 +169,15 @@ def mask_panel(panel, j0, n, t, mask, bias, o, full):
 
 @jit_inline
 def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
-    """Turn n rows of scores into weights, and update m and l (Algorithm 1, line 9).
+    """Turn n rows of scores into weights, and update m and l (FlashAttention-2, line 9).
 
-    Unless ``is_scaled``, scores are scaled inside the exponential, which saves a pass. They are
-    scaled earlier if another step needs scaled scores, if the scale is not positive, or if a score
-    exceeds ``FAR``. m is raised only if a score exceeds it by more than ``slack``, so that weights
-    are at most exp(slack). ``num_visible`` is the number of visible pairs so far; the result
-    excludes pairs that ``score_mod`` hides. The caller must multiply O by ``t.correction``.
+    ``is_scaled`` means that the scores are already scaled. If not, they are scaled inside the
+    exponential, which saves a pass. But they are scaled before it if another step needs scaled
+    scores, if the scale is not positive, or if a query's largest score is beyond ±``FAR``. m is
+    raised only if a score exceeds it by more than ``slack``, so weights are at most exp(slack).
+    ``num_visible`` is the number of pairs of this tile that the masks leave visible. The function
+    returns that number without the pairs that ``score_mod`` hides. The caller must multiply O by
+    ``t.correction``.
     """
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
     lanes, visible, scale = panel.lanes, flat(t.visible, 0), S.dtype.type(1)
@@ -203,7 +215,7 @@ def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
 
 @jit
 def store_panel(panel, O, L, o, t):
-    """Write O / l and L = m + log l, or 0 and -inf if l is 0 (Algorithm 1, lines 12 to 15)."""
+    """Write O / l and L = m + log l, or 0 and -inf if l is 0 (FlashAttention-2, line 12 on)."""
     lanes, Dv = panel.lanes, O.shape[3]
     entry, first, _ = queries_of(o, panel.b)
     h, i0 = panel.h, first + panel.i0
@@ -218,7 +230,10 @@ def store_panel(panel, O, L, o, t):
 
 @jit
 def scale_O(panel, d, n, t):
-    """Multiply n rows of O from row d on by the factors in ``panel.m``; note nonfinite products."""
+    """Multiply rows d to d + n of O by ``panel.m``, which holds 1 / l.
+
+    Sets ``t.counters[NONFINITE]`` to 1 if a product is NaN or infinite.
+    """
     lanes = panel.lanes
     scale_lanes(panel.O, d * lanes, n, lanes, panel.m)
     if has_nonfinite(Rows(panel.O, d * lanes, lanes), n, lanes):
@@ -226,7 +241,7 @@ def scale_O(panel, d, n, t):
 
 
 def store_lanes(panel, to, Dv, o, t):
-    """Write the panel's O / l, transposed back, into the output rows given by ``to``.
+    """Write O / l of a panel into the output rows ``to``, transposed to one query per row.
 
     ``panel.m`` must already hold 1 / l. A 16-bit output is rounded, and written as its bits.
     """

@@ -1,4 +1,4 @@
-"""CPU rung 1, rows: one query at a time, one key at a time, with the online softmax.
+"""CPU rung 1, rows: compute one query and one key at a time, with the online softmax.
 
 This is Algorithm 1 of FlashAttention-2 with blocks of one row and one key. It keeps only the
 maximum m, sum l and output O of one query, so that memory does not grow with the sequence. All
@@ -18,6 +18,7 @@ from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.kernel import Kernel, Sizes
 from minimha.kernels.cpu.mask import final_score, head_of, is_visible
 from minimha.kernels.cpu.nonfinite import note_nonfinite
+from minimha.kernels.cpu.selection import is_picked
 from minimha.kernels.cpu.storage import key_at, queries_of, rows_at
 
 BUFFERS = {"O_i": Buffer(DOUBLE), "s": Buffer(REAL), "visible": Buffer(BYTE)}
@@ -25,7 +26,7 @@ unpack = unpacker(**BUFFERS)
 
 
 def sizes(problem: Problem) -> Sizes:
-    """Return the sizes for ``problem``: no blocks, one thread."""
+    """Return buffer lengths for ``problem``; this kernel has no blocks and one thread."""
     return Sizes((), {"O_i": problem.v.shape[3], "s": 1, "visible": 1})
 
 
@@ -46,7 +47,7 @@ plan, forward = KERNEL.plan, KERNEL.forward
 
 @jit
 def row(q, k, v, mask, bias, o, O, memory, b, h, i):
-    """Attend with query i of head h: write its row of O, and return its log-sum-exp."""
+    """Write the output of query i of head h into O, and return the query's log-sum-exp."""
     O_i, (entry, first, _) = memory.O_i, queries_of(o, b)
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv = q.shape[3], v.shape[3]
@@ -56,7 +57,9 @@ def row(q, k, v, mask, bias, o, O, memory, b, h, i):
     for d in range(Dv):
         O_i[d] = 0
     for j in range(o.kv_lengths[b]):
-        if not is_visible(mask, bias, head, b, h, i, j):
+        if not is_visible(mask, bias, head, entry, h, first + i, j):
+            continue
+        if not is_picked(o, entry, h, first + i, j):
             continue
         if o.mask_mod:
             memory.visible[0] = 1
@@ -67,7 +70,7 @@ def row(q, k, v, mask, bias, o, O, memory, b, h, i):
         s = 0.0
         for d in range(D):
             s += q[entry, h, first + i, d] * k[page, kv, at, d]
-        s = final_score(s, bias, head, b, h, i, j)  # line 8
+        s = final_score(s, bias, head, entry, h, first + i, j)  # line 8
         if o.score_mod:
             memory.s[0] = s
             call_function(o.score_mod, memory.s, 0, o, b, h, i, j, 1, 1, 1, 0)

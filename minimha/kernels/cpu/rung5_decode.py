@@ -1,13 +1,18 @@
-"""CPU rung 5, decode: few queries against many keys, where reading K and V takes all the time.
+"""CPU rung 5, decode: compute few queries against many keys, at the speed of reading K and V.
 
-With one query per head the panels of rung 4 would be nearly empty, and one task per head too few
-for many cores. Here the keys are split among tasks (split-K, as in Flash-Decoding). A task computes
-all queries of a key/value head, H / Hkv heads of Lq queries each. So every key and value is read
-from memory once. S = Q K_jᵀ has one query per row; a score is a dot product along the head width.
-If there are many keys, blocks that a ``mask_mod`` hides are not read. Each split yields m, l and O,
-which are merged by log-sum-exp:
+With one query per head, the panels of rung 4 would be nearly empty, and tasks too few for many
+cores. Here the keys are split among tasks (split-K, as in Flash-Decoding). A task
+computes all queries of a key/value head, H / Hkv heads of Lq queries each. So every key and value
+is read from memory once. S = Q K_jᵀ has one query per row; a score is a dot product along the head
+width. If there are many keys, blocks that a ``mask_mod`` hides are not read. Each split s yields
+m_s, l_s and O_s, which are merged by log-sum-exp:
 
     m = max m_s,   l = Σ exp(m_s - m) l_s,   O = Σ exp(m_s - m) O_s / l
+
+8-bit keys and values are widened in registers. Their scales multiply scores (after line 8) and
+weights (before line 10), which are fewer numbers than K and V. int8 takes 0.7 times as long as
+bfloat16, float8_e4m3fn 0.8 times (32 heads over 8, 65536 keys of width 128; one thread of an Intel
+Xeon that others used too, 2026-11-26).
 
 Pages in random order take longer than keys in one piece: 1.3 × for pages of 16 keys, 1.15 × for
 pages of 64 (16384 keys of width 128, float32; one core of an AMD EPYC, 2026-11-23).
@@ -36,23 +41,28 @@ from minimha.kernels.cpu.mask import (
     key_range,
 )
 from minimha.kernels.cpu.nonfinite import add_visible_values, has_nonfinite, note_nonfinite
+from minimha.kernels.cpu.selection import is_picked, place_in
 from minimha.kernels.cpu.simd.dot import ROWS_AHEAD, dot_products, weighted_rows
 from minimha.kernels.cpu.simd.memory import fetch_add, flat, matrix
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
 from minimha.kernels.cpu.simd.vector import VECTORS, panel_width
 from minimha.kernels.cpu.storage import (
     Rows,
+    find_chosen,
     find_keys,
     float_keys,
     float_rows,
     is_far,
     is_in_one_piece,
     is_read_in_place,
+    key_number,
     keys_ahead,
     keys_from,
     most_queries,
     queries_of,
     rows_at,
+    scale_columns,
+    start_of_chosen,
     write_numbers,
 )
 from minimha.kernels.cpu.threads import get_num_threads
@@ -81,10 +91,10 @@ FINISHED = 1  # counter 0 counts tasks; those from 1 on count the finished split
 
 
 def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None) -> Sizes:
-    """Return the sizes for ``problem``: ``splits`` of the keys, blocks of ``B_c`` keys.
+    """Return buffer lengths and threads for ``problem``, with the keys split into ``splits`` parts.
 
-    By default each thread gets a few splits, and a block has ``block_size(problem)`` keys. Blocks
-    are rounded up to whole panels.
+    By default there are enough splits for four tasks per thread, but a split has at least 512 keys.
+    A block has ``B_c`` keys, by default ``block_size(problem)``, rounded up to whole panels.
     """
     (_, H, _, D), (_, Hkv, _, Dv) = problem.q.shape, problem.v.shape
     B, Lk = len(problem.kv_lengths), longest_k(problem)
@@ -97,33 +107,43 @@ def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None
         splits = max(1, min(wanted, Lk // SPLIT))
     lengths = dict.fromkeys(("S", "visible"), rows * B_c) | {"Q": rows * D, "part": rows * Dv}
     lengths |= dict.fromkeys(("top", "shift", "total"), widest)
-    lengths |= {"wide": NEAR * max(D, Dv) if problem.dtype.itemsize < itemsize else 0}
+    is_copied = problem.dtype.itemsize < itemsize or problem.key_indices is not None
+    is_copied = is_copied or problem.k_scale is not None
+    lengths |= {"wide": NEAR * max(D, Dv) if is_copied else 0}
     lengths |= {"parts_O": B * Hkv * splits * rows * Dv, "parts_ml": B * Hkv * splits * 2 * rows}
     lengths |= {"counters": FINISHED + B * Hkv, "starts": SUMMED + ROWS_AHEAD}
     return Sizes((splits, B_c), lengths, workers)
 
 
 def block_size(problem: Problem) -> int:
-    """Return the number of keys per block: about ``SCORES`` scores, but at least ``B_C`` keys."""
+    """Return the number of keys per block, for which a block has about ``SCORES`` scores.
+
+    The number is at least ``B_C``, unless the longest sequence has fewer keys.
+    """
     group = problem.q.shape[1] // problem.k.shape[1]
     most = max(B_C, SCORES // max(1, group * longest_q(problem)))
     return int(max(1, min(longest_k(problem), most)))
 
 
 def longest_q(problem: Problem) -> int:
-    """Return the largest number of queries of any sequence."""
+    """Return the number of queries of the sequence with the most queries."""
     return int(problem.num_queries.max(initial=0))
 
 
 def longest_k(problem: Problem) -> int:
-    """Return the largest number of keys of any sequence; without sequences, Lk."""
-    if problem.sequences is None:
-        return int(problem.k.shape[2])
-    return int(problem.kv_lengths.max(initial=0))
+    """Return the largest number of keys that are read for any sequence.
+
+    Without sequences it is Lk, and with ``key_indices`` at most the number of indices.
+    """
+    is_whole = problem.sequences is None
+    longest = int(problem.k.shape[2] if is_whole else problem.kv_lengths.max(initial=0))
+    if problem.key_indices is None:
+        return longest
+    return min(longest, int(problem.key_indices.shape[3]) * longest_q(problem))
 
 
 def decode(line, worker):
-    """Run one thread: compute splits of the keys, and merge a head after its last split."""
+    """Run thread number ``worker``: compute splits of keys, and merge heads that are complete."""
     q, k, v, mask, bias, o, O, L, t, (splits, B_c) = unpack(line, worker)
     H, D, Hkv, Dv = q.shape[1], q.shape[3], v.shape[1], v.shape[3]
     most = H // Hkv * most_queries(o)
@@ -144,6 +164,8 @@ def decode(line, worker):
                 part.O[r, d] = 0
         start, stop = key_range(0, Lq, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
         start, stop, _ = visible_to_heads(o, b, kv * group, group, Lq, start, stop)
+        if o.chosen.size:
+            start, stop = places_of(o, b, kv, start, stop)
         size = max(0, stop - start)
         stop = start + (split + 1) * size // splits
         start += split * size // splits
@@ -158,12 +180,21 @@ def decode(line, worker):
             merge(t, splits, o, O, L, b, kv, Hkv, most)
 
 
-KERNEL = Kernel(decode, BUFFERS, sizes, widens=True, skips=True, worth_skipping=WORTH_SKIPPING)
+KERNEL = Kernel(
+    decode,
+    BUFFERS,
+    sizes,
+    widens=True,
+    scales=True,
+    skips=True,
+    worth_skipping=WORTH_SKIPPING,
+    gathers=True,
+)
 plan, forward = KERNEL.plan, KERNEL.forward
 
 
 class Part(NamedTuple):
-    """O (R, Dv), m (R,) and l (R,) of a split of the keys, for R queries of a key/value head."""
+    """Output O (R, Dv), maximum m (R,) and sum l (R,) of R queries over one split of the keys."""
 
     O: Any
     m: Any
@@ -172,7 +203,10 @@ class Part(NamedTuple):
 
 @jit_inline
 def part_of(t, n, rows, most, Dv):
-    """Return the ``Part`` of split n, counted over all heads; it has at most ``most`` rows."""
+    """Return the ``Part`` of split n, which has ``rows`` rows.
+
+    n counts the splits of all sequences and key/value heads. Each split has room for ``most`` rows.
+    """
     m = flat(t.parts_ml, 2 * n * most)
     return Part(matrix(t.parts_O, n * most * Dv, rows, Dv), m, flat(m, rows))
 
@@ -193,9 +227,11 @@ def load_queries(q, Q, o, b, kv, group, copies):
 
 @jit_inline
 def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible, t):
-    """Update m, l and O of all rows of Q with the keys j0 to j0 + n (Algorithm 1, lines 8 to 10).
+    """Update m, l and O of all queries with n keys from j0 on (FlashAttention-2, lines 8 to 10).
 
-    If ``all_visible``, ``mask_mod`` hides none of these keys.
+    If ``all_visible``, ``mask_mod`` hides none of these keys. With ``key_indices``, j0 and n count
+    only the keys that at least one query of the sequence picked. If there are several queries, a
+    key is hidden from those that did not pick it.
     """
     rows, panel = part.O.shape[0], panel_width(t.S.itemsize)
     S, visible = matrix(t.S, 0, rows, B_c), matrix(t.visible, 0, rows, B_c)
@@ -204,23 +240,26 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible
     size = piece_size(is_direct, rows)
     for near in range(0, n, size):  # line 8
         depth, far = min(size, n - near), is_far(k)
-        if is_direct and is_in_one_piece(o):
+        if is_direct and is_regular(o):
             keys = keys_from(k, o, b, kv, j0 + near)
             dot_products(flat(k, 0), keys, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, far)
             continue
-        find_keys(k, o, b, kv, j0 + near, depth, starts)
+        find_rows(k, o, b, kv, j0 + near, depth, starts)
         if is_direct:
             dot_products(flat(k, 0), starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, far)
         else:
             K = float_keys(k, starts, depth, o, t.wide)
             dot_products(K.line, starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, False)
+    scale_columns(k, o.k_scale, S, o, b, kv, j0, n)
     is_partial = mask.size > 0 or bias.size > 0 or o.score_mod != 0
     is_partial = is_partial or (o.mask_mod != 0 and not all_visible)
+    is_partial = is_partial or (o.chosen.size > 0 and Lq > 1)
+    first, last = key_number(o, b, kv, j0), key_number(o, b, kv, j0 + n - 1)
     for i in range(Lq):
         offset, length = o.q_offset[b], o.kv_lengths[b]
-        full = is_full(i, i + 1, j0, j0 + n, offset, o.left, o.right, length)
+        full = is_full(i, i + 1, first, last + 1, offset, o.left, o.right, length)
         is_partial = is_partial or not full
-    apply_options(S, visible, mask, bias, o, b, kv * (rows // Lq), Lq, j0, n, is_partial)
+    apply_options(S, visible, mask, bias, o, b, kv, Lq, j0, n, is_partial)
     padded = -(-n // panel) * panel
     for r in range(rows):  # line 9
         for j in range(n, padded):
@@ -243,6 +282,7 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible
         if correction != 1:
             for d in range(part.O.shape[1]):
                 part.O[r, d] *= S.dtype.type(correction)
+    scale_columns(v, o.v_scale, S, o, b, kv, j0, n)
     for begin in range(0, n, SUMMED):  # line 10
         add_values(
             v, part.O, o, b, kv, j0, begin, min(SUMMED, n - begin), is_partial, S, visible, t
@@ -251,35 +291,39 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible
 
 @jit_inline
 def piece_size(is_direct, rows):
-    """Return how many rows of k or v to process at a time, for ``rows`` queries.
+    """Return the number of rows of k or v to process at a time, for ``rows`` queries.
 
-    ``is_direct`` means that k or v is read without widening. Then one, two or four queries use a
-    row as soon as it comes from memory, and small pieces would only interrupt reading. Otherwise
-    each row is read twice, and a small piece is still in the L1 cache the second time.
+    ``is_direct`` means that k or v is read without widening. With one, two or four queries, each
+    row is then read once, and small pieces would only interrupt reading. Otherwise each row is read
+    twice, and a small piece is still in the L1 cache the second time.
     """
     return SUMMED if is_direct and (rows == 1 or rows == 2 or rows == 4) else NEAR
 
 
 @jit_inline
 def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, visible, t):
-    """Sum P V over n keys of a block, then add the sum to O: short sums lose fewer digits."""
+    """Sum P V over n keys of a block, from key ``begin`` on, and then add the sum to O.
+
+    Short sums lose fewer digits. If ``is_partial``, nonfinite values of hidden keys are left out.
+    """
     (rows, Dv), B_c, P, part, starts = O.shape, S.shape[1], t.S, t.part, t.starts
     for x in range(rows * Dv):
         part[x] = 0
     # If keys are hidden, ``has_nonfinite`` first reads the values as floats.
     is_direct, far = is_read_in_place(v, o) and not is_partial, is_far(v)
-    size = piece_size(is_direct or v.itemsize == O.itemsize, rows)
+    is_scattered = o.chosen.size > 0
+    size = piece_size(is_direct or (v.itemsize == O.itemsize and not is_scattered), rows)
     near = begin
     while near < begin + n:
         depth = min(size, begin + n - near)
-        if is_partial:
+        if is_partial and not is_scattered:
             depth = min(depth, keys_ahead(o, j0 + near))
-        if is_direct and is_in_one_piece(o):
+        if is_direct and is_regular(o):
             keys = keys_from(v, o, b, kv, j0 + near)
             weighted_rows(P, near, B_c, flat(v, 0), keys, 0, part, 0, Dv, rows, Dv, depth, far)
             near += depth
             continue
-        find_keys(v, o, b, kv, j0 + near, depth, starts)
+        find_rows(v, o, b, kv, j0 + near, depth, starts)
         if is_direct:
             weighted_rows(P, near, B_c, flat(v, 0), starts, 0, part, 0, Dv, rows, Dv, depth, far)
         else:
@@ -294,26 +338,72 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, visible, t):
             O[r, d] += part[r * Dv + d]
 
 
+@jit_inline
+def is_regular(o):
+    """Return True if all rows that are read of a sequence have one constant stride."""
+    return is_in_one_piece(o) and not o.chosen.size
+
+
+@jit_inline
+def find_rows(X, o, b, kv, j, n, starts):
+    """Call ``find_keys`` or, if the problem has ``key_indices``, ``find_chosen``."""
+    if o.chosen.size:
+        find_chosen(X, o, b, kv, j, n, starts)
+    else:
+        find_keys(X, o, b, kv, j, n, starts)
+
+
 @jit
-def apply_options(S, visible, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
-    """Scale, cap, bias and, if ``is_partial``, modify and mask the scores; write ``visible``."""
+def places_of(o, b, kv, start, stop):
+    """Return which items of ``o.chosen`` are keys from ``start`` to ``stop``, as start and stop."""
+    keys, length = flat(o.chosen, start_of_chosen(o, b, kv)), o.chosen.shape[2]
+    return place_in(keys, length, start), place_in(keys, length, max(start, stop))
+
+
+@jit
+def call_for_keys(function, X, r, o, b, kv, h, i, j0, n):
+    """Call ``score_mod`` or ``mask_mod`` for row r of X, which is query i of head h.
+
+    The row has n keys from j0 on, counted as in ``update_rows``.
+    """
+    x = r * X.shape[1]
+    if not o.chosen.size:
+        call_function(function, X, x, o, b, h, i, j0, 1, n, n, 0)
+        return
+    for j in range(n):
+        key = key_number(o, b, kv, j0 + j)
+        call_function(function, X, x + j, o, b, h, i, key, 1, 1, 1, 0)
+
+
+@jit
+def apply_options(S, visible, mask, bias, o, b, kv, Lq, j0, n, is_partial):
+    """Apply scale, soft cap, bias and ALiBi to S; if ``is_partial``, also ``score_mod`` and masks.
+
+    ``is_partial`` must be True if there is a ``score_mod`` or any pair may be hidden. Then hidden
+    scores become -inf, and ``visible`` becomes 1 for visible pairs, else 0.
+    """
     scale, is_scaled_only = S.dtype.type(o.scale), not has_softcap_or_bias(bias, o)
+    (entry, first, _), first_head = queries_of(o, b), kv * (S.shape[0] // Lq)
     for r in range(S.shape[0]):
         h, i = first_head + r // Lq, r % Lq
-        head = head_of(o, b, h)
+        head, row = head_of(o, b, h), first + i
         if is_scaled_only:  # a separate loop, which LLVM vectorizes
             for j in range(n):
                 S[r, j] *= scale
         else:
             for j in range(n):
-                S[r, j] = final_score(S[r, j], bias, head, b, h, i, j0 + j)
+                key = key_number(o, b, kv, j0 + j)
+                S[r, j] = final_score(S[r, j], bias, head, entry, h, row, key)
         if is_partial:
             for j in range(n):
-                visible[r, j] = is_visible(mask, bias, head, b, h, i, j0 + j)
+                key = key_number(o, b, kv, j0 + j)
+                visible[r, j] = is_visible(mask, bias, head, entry, h, row, key)
+                if Lq > 1:
+                    visible[r, j] &= is_picked(o, entry, h, row, key)
             if o.mask_mod:
-                call_function(o.mask_mod, visible, r * visible.shape[1], o, b, h, i, j0, 1, n, n, 0)
+                call_for_keys(o.mask_mod, visible, r, o, b, kv, h, i, j0, n)
             if o.score_mod:
-                call_function(o.score_mod, S, r * S.shape[1], o, b, h, i, j0, 1, n, n, 0)
+                call_for_keys(o.score_mod, S, r, o, b, kv, h, i, j0, n)
             for j in range(n):
                 visible[r, j] &= S[r, j] != -math.inf or o.score_mod == 0
                 if not visible[r, j]:
@@ -322,7 +412,7 @@ def apply_options(S, visible, mask, bias, o, b, first_head, Lq, j0, n, is_partia
 
 @jit
 def merge(t, splits, o, O, L, b, kv, Hkv, most):
-    """Merge the splits of one key/value head into O and L; a sink acts as one more split."""
+    """Merge the splits of one key/value head into O and L, with the sink as one more split."""
     (entry, first, Lq), Dv, real = queries_of(o, b), O.shape[3], L.dtype.type
     group, total = O.shape[1] // Hkv, t.part
     rows, split = group * Lq, (b * Hkv + kv) * splits

@@ -1,10 +1,10 @@
-"""CPU rung 6, matrix unit: the tasks of rung 4, with both products in a CPU's matrix unit.
+"""CPU rung 6, matrix unit: compute both products of rung 4 in the CPU's matrix unit.
 
 Intel AMX multiplies tiles of bfloat16 numbers and adds in float32 (``simd.matrix_unit``). Scores
 are transposed as in rung 3, so that masks, options and softmax are the same:
 
-- S = K_j Q_iᵀ multiplies rows of K by columns of pairs of a query's numbers. Q is packed once per
-  panel, and a block of K and V once per task. V is transposed for O += V_jᵀ P, like Q.
+- S = K_j Q_iᵀ multiplies rows of K by columns of Q_iᵀ, whose numbers are stored in pairs. Q is
+  packed once per panel, and a block of K and V once per task. V is transposed for O += V_jᵀ P.
 - bfloat16 is used unchanged. Other numbers are sums of *parts* (``simd.parts``): float16 has two,
   so that one product becomes four, and the weights P have two, to keep more digits.
 - Products are so fast that everything around them matters. Scores are scaled inside the
@@ -12,10 +12,10 @@ are transposed as in rung 3, so that masks, options and softmax are the same:
 - A part may be 0 and a value infinite, and their product would be NaN. So a key with a nonfinite
   value is left out of the product, and ``add_nonfinite`` adds it wherever it is visible.
 
-Inputs below 2^-126 count as 2^-126, and weights below 2^-126 as 0. Rung 4 computes other dtypes,
-and all dtypes on CPUs without AMX. float32 would need three parts and six products. In a trial this
-was 1.1 × as fast as rung 4 with 1024 tokens, and 0.75 × with 128, where few queries share packed
-keys. If another thread of the core was busy, this was no faster.
+Nonzero inputs smaller than 2^-126 count as ±2^-126, and weights below 2^-126 as 0. Rung 4 computes
+other dtypes, and all dtypes on CPUs without AMX. float32 would need three parts and six products.
+In a trial it was then 1.1 × as fast as in rung 4 with 1024 tokens, and 0.75 × with 128, where few
+queries share packed keys. If another thread of the core was busy, it was not faster than rung 4.
 
 Measured: 2.8 × as fast as rung 4 in bfloat16, 1.9 × in float16, on one core (8 heads, 1024 tokens,
 width 64; 3.5 and 2.1 × at width 128; Intel Xeon with AMX, 2026-11-23).
@@ -65,13 +65,14 @@ unpack = unpacker(**BUFFERS)
 
 
 def is_made_for(dtype: np.dtype[Any]) -> bool:
-    """Return whether a matrix unit can multiply ``dtype``, where uint16 means 16-bit floats."""
+    """Return whether this CPU's matrix unit supports ``dtype``; uint16 means 16-bit floats."""
     return dtype.itemsize == 2 and is_usable()
 
 
 def plan(problem: Problem, **chosen: int) -> Plan:
-    """Return a ``Plan`` for ``problem``: of rung 6 if ``is_made_for`` its dtype, else of rung 4."""
-    kernel = KERNEL if is_made_for(problem.dtype) else rung4_parallel.KERNEL
+    """Return a ``Plan`` with this kernel if the CPU's matrix unit can be used, else with rung 4."""
+    is_halves = is_made_for(problem.dtype) and problem.k_scale is None
+    kernel = KERNEL if is_halves else rung4_parallel.KERNEL
     return kernel.plan(problem, **chosen)
 
 
@@ -81,7 +82,10 @@ def forward(problem: Problem, **chosen: int) -> tuple[NDArray[Any], NDArray[Any]
 
 
 def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Sizes:
-    """Return the sizes for ``problem``, as in rung 4, but with up to 24 panels per task."""
+    """Return buffer lengths and threads for ``problem``, with ``panels`` panels per task.
+
+    By default a task has up to 24 panels. A block has ``B_c`` keys.
+    """
     D, Dv, itemsize = problem.q.shape[3], problem.v.shape[3], problem.compute.itemsize
     most, workers = shared_out(problem, PANELS, TASKS_PER_THREAD)
     panels = panels or most
@@ -99,7 +103,10 @@ def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Siz
 
 
 class Packed(NamedTuple):
-    """Rows as sums of parts: number c of row r of part p is ``line[p * part + r * row + c]``."""
+    """Rows of numbers, each a sum of bfloat16 parts.
+
+    Part p of number c of row r is ``line[p * part + r * row + c]``.
+    """
 
     line: Any
     row: int
@@ -109,7 +116,8 @@ class Packed(NamedTuple):
 class Block(NamedTuple):
     """The packed K and Vᵀ of a block of keys.
 
-    Unless V ``is_finite``, ``values`` has V as floats, and Vᵀ is 0 for keys with nonfinite values.
+    ``V`` is the packed Vᵀ. If V has NaN or infinity, ``is_finite`` is False, ``values`` is V as
+    floats, and Vᵀ is 0 for the keys with such values.
     """
 
     K: Any
@@ -120,13 +128,17 @@ class Block(NamedTuple):
 
 @jit
 def num_parts(o):
-    """Return how many parts each number of Q, K and V is split into."""
+    """Return the number of bfloat16 parts of each number of Q, K and V, 1 or 2."""
     return 1 if o.is_bfloat16 else 2
 
 
 @jit
 def pack(X, b, h, i, n, o, tail, to):
-    """Write n rows of X[b, h] from i on into ``to``, as parts; return whether any is nonfinite."""
+    """Split n rows of X[b, h] from row i on into parts; return whether a number is nonfinite.
+
+    The parts are written to ``to``, which is ``Packed``. ``tail`` is scratch memory for
+    ``simd.parts.pack_rows``.
+    """
     rows = rows_at(X, b, h, i)
     return pack_rows(
         rows.line, rows.start, rows.stride, to.line, to.row, to.part, n, X.shape[3],
@@ -136,7 +148,7 @@ def pack(X, b, h, i, n, o, tail, to):
 
 @jit_inline
 def load_queries(panel, q, entry, i0, Dv, o, t):
-    """Transpose Q by pairs of numbers, and begin m, l and O (Algorithm 1, lines 4 and 5)."""
+    """Transpose Q by pairs of numbers, and initialize m, l and O (FlashAttention-2, lines 4, 5)."""
     lanes, row = panel.lanes, whole(q.shape[3], DEPTH)
     packed = Packed(halves_of(t.rows), row, lanes * row)
     pack(q, entry, panel.h, i0, panel.rows, o, t.tail, packed)
@@ -149,7 +161,7 @@ def load_queries(panel, q, entry, i0, Dv, o, t):
 
 @jit_inline
 def load_block(k, v, page, kv, at, n, o, t):
-    """Pack n rows of K and V into a ``Block`` (Algorithm 1, line 7)."""
+    """Pack n rows of K[page, kv] and V[page, kv], from row ``at`` on, into a ``Block`` (line 7)."""
     Dv, parts = v.shape[3], num_parts(o)
     K = Packed(halves_of(t.packed_K), whole(k.shape[3], DEPTH), 2 * len(t.packed_K) // parts)
     pack(k, page, kv, at, n, o, t.tail, K)
@@ -171,7 +183,7 @@ def load_block(k, v, page, kv, at, n, o, t):
 
 @jit
 def zero_nonfinite(values, rows, n, Dv, parts):
-    """Set the parts of each key with a nonfinite value to 0."""
+    """Set the parts of each of n rows to 0 in ``rows`` if that row of ``values`` is nonfinite."""
     for j in range(n):
         if is_nonfinite_key(values, j, Dv):
             for first in range(j * rows.row, j * rows.row + parts * rows.part, rows.part):
@@ -181,11 +193,12 @@ def zero_nonfinite(values, rows, n, Dv, parts):
 
 @jit_inline
 def update(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
-    """Update m, l and O with a ``Block``'s keys from ``first`` on, like ``update_panel``."""
+    """Update m, l and O with the keys of a ``Block`` from ``first`` on, like ``update_panel``."""
     S, visible = flat(t.S, 0), flat(t.visible, 0)
     K, V, lanes, parts = block.K, block.V, panel.lanes, num_parts(o)
     num_visible = n * panel.rows
-    if mask.size or bias.size or o.score_mod or not full or not block.is_finite:
+    is_partial = mask.size > 0 or bias.size > 0 or o.score_mod != 0 or o.picks.size > 0
+    if is_partial or not full or not block.is_finite:
         num_visible = mask_panel(panel, j0, n, t, mask, bias, o, full)
         if num_visible == 0:
             return
@@ -216,7 +229,7 @@ compute_tasks = task_loop(load_queries, key_loop(load_block, update))
 
 
 def matrix_tiles(line, worker):
-    """Run one thread, which computes tasks until none is left."""
+    """Run thread number ``worker`` of the kernel, which computes tasks until none is left."""
     q, k, v, mask, bias, o, O, L, t, (panels, B_c) = unpack(line, worker)
     configure_tiles()
     compute_tasks(q, k, v, mask, bias, o, O, L, t, panels, B_c)

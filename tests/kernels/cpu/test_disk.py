@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from kernels.cpu.test_rungs import ragged
@@ -329,10 +331,19 @@ def test_this_process_compiles_what_another_one_does_not(can_start, others, monk
     assert len(others) == can_start
 
 
-@pytest.mark.parametrize("dtypes", [["int8"], ["float32", "float128"]])
+@pytest.mark.parametrize("dtypes", [["uint8"], ["float32", "float128"]])
 def test_only_dtypes_of_kernels_can_be_compiled(dtypes):
     with pytest.raises(ValueError, match=f"dtypes is '{dtypes[-1]}': expected one of 'float32', "):
         minimha.compile(dtypes)
+
+
+def test_8_bits_are_compiled_for_attention_on_the_cpu_alone(monkeypatch):
+    monkeypatch.setattr(Kernel, "compile", lambda *arguments, **options: None)
+    monkeypatch.setattr(backend, "_compiled_elsewhere", lambda shares: nullcontext())
+    kept = minimha.compile(["int8", ml_dtypes.float8_e4m3fn])
+    assert list(kept) == ["tiles-int8", "decode-int8", "tiles-uint8", "decode-uint8"]
+    with pytest.raises(ValueError, match="dtypes is 'int8': expected one of 'float32', "):
+        minimha.compile("int8", backend="cuda")
 
 
 def test_nobody_waits_for_ever(folder, monkeypatch):

@@ -284,7 +284,7 @@ def test_what_numba_cannot_compile_is_refused_by_its_line():
 def test_auto_then_takes_dense_and_says_so(caplog, monkeypatch):
     on_cpu()
     monkeypatch.setattr(auto, "choose", choose)
-    monkeypatch.setattr(auto, "_spent", 60.0)
+    monkeypatch.setitem(auto._spent, "attention", 60.0)
     with caplog.at_level(logging.WARNING, "minimha"):
         got = attention(X, X, X, score_mod=opens)
         attention(X, X, X, score_mod=opens)

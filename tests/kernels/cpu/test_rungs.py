@@ -34,6 +34,46 @@ def ragged(Lq=131, Lk=203, H=4, Hkv=2, D=20, Dv=13, B=2, dtype=np.float32, sprea
     return [rng.normal(size=shape, scale=spread).astype(dtype) for shape in shapes]
 
 
+@pytest.mark.parametrize("stored", [np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)], ids=str)
+@pytest.mark.parametrize("Lq", [1, 3, 131])
+@pytest.mark.parametrize("name", ["cpu.rung4_parallel", "cpu.rung5_decode"])
+def test_8_bit_keys_and_values_of_any_strides_and_scales(name, Lq, stored):
+    q, k, v = ragged(Lq=Lq)
+    k, v = (np.asfortranarray((40 * x).astype(stored)).transpose(0, 1, 2, 3) for x in (k, v))
+    k = np.repeat(k, 2, axis=2)[:, :, ::2]  # rows apart
+    rng = np.random.default_rng(3)
+    factors = rng.uniform(0.01, 0.03, (2, 2, 406))
+    picks = rng.integers(-1, 203, (2, 2, Lq, 40))
+    for scales in (
+        (0.02, 0.01),
+        (factors[0, :, 0], 0.02),
+        (factors[:, :, ::2], factors[:, :, 203:]),
+    ):
+        given = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+        for options in (
+            {},
+            {"kv_lengths": np.array([203, 97]), "window_size": (90, 9), "q_offset": 70},
+            {"key_indices": picks},
+        ):
+            O, L = run(name, q, k, v, **given, **options)
+            exact_O, exact_L = run("dense", q.astype(np.float64), k, v, **given, **options)
+            np.testing.assert_allclose(L, exact_L, rtol=0, atol=2e-5)
+            np.testing.assert_allclose(O, exact_O, rtol=0, atol=2e-5)
+
+
+def test_a_nan_in_8_bits_reaches_the_queries_that_see_it():
+    stored = ml_dtypes.float8_e4m3fn
+    q, k, v = ragged(Lq=2)
+    k, v = (40 * k).astype(stored), (40 * v).astype(stored)
+    v[0, 1, 150, 5] = np.nan
+    given = {"k_scale": 0.02, "v_scale": 0.02, "is_causal": True}
+    for last in (149, 150):
+        output, _ = run("cpu.rung5_decode", q, k, v, **given, q_offset=last - 1)
+        expected, _ = run("dense", q, k, v, **given, q_offset=last - 1)
+        np.testing.assert_array_equal(np.isnan(output), np.isnan(expected))
+        assert np.isnan(output).any() == (last == 150)
+
+
 def same_document(b, h, i, j):
     return i // 37 == j // 37
 

@@ -6,12 +6,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
+import naive
 import numba
 import numpy as np
 import pytest
 from kernels.cpu import plain_simd
 
-from minimha.kernels.cpu.simd import vector
+from minimha.kernels.cpu.simd import halves, vector
 from minimha.kernels.cpu.simd.dot import ROWS_AHEAD, dot_products, weighted_rows
 from minimha.kernels.cpu.simd.memory import fetch_add, flat, matrix
 from minimha.kernels.cpu.simd.product import ROWS, tile_product, tile_product_add
@@ -125,17 +126,22 @@ def test_lanes_are_scaled_and_rounded_to_bfloat16(rows):
             assert not rounded(poisoned, factor, to)
 
 
-def as_stored(X, is_bfloat16):
+def as_stored(X, stored):
     """X as K and V may be stored, and the same numbers as floats."""
-    halves = X.astype(ml_dtypes.bfloat16)
-    return (halves.view(np.uint16), halves.astype(X.dtype)) if is_bfloat16 else (X, X)
+    numbers = (X * 10 if stored == np.int8 else X).astype(stored)
+    bits = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8}.get(numbers.dtype.name, stored)
+    floats = numbers.astype(X.dtype)
+    return numbers.view(bits), floats / halves.UNIT_OF_FLOAT8 if bits == np.uint8 else floats
 
 
 STORED = pytest.mark.parametrize(
-    ("dtype", "is_bfloat16"),
-    [(np.float32, False), (np.float64, False), (np.float32, True)],
-    ids=["float32", "float64", "bfloat16"],
-)
+    ("dtype", "stored"),
+    [
+        (np.float32, np.float32), (np.float64, np.float64), (np.float32, ml_dtypes.bfloat16),
+        (np.float32, np.int8), (np.float32, ml_dtypes.float8_e4m3fn),
+    ],
+    ids=["float32", "float64", "bfloat16", "int8", "float8"],
+)  # fmt: skip
 
 
 def scattered(rows, stride):
@@ -146,32 +152,54 @@ def scattered(rows, stride):
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 7])
 @STORED
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (5, 64), (16, 13), (37, 80), (32, 5), (3, 0)])
-def test_dot_products(rows, depth, queries, dtype, is_bfloat16):
+def test_dot_products(rows, depth, queries, dtype, stored):
     A, B = (numbers(n + 1, depth + 2, dtype=dtype) for n in (rows, queries))
-    A, floats = as_stored(A, is_bfloat16)
+    A, floats = as_stored(A, stored)
     C = np.zeros((queries + 1, rows + 2), dtype)
     expected = C.copy()
     to = (2, rows + 2, rows, queries, depth, True)
     starts = scattered(rows, depth + 2)
     dot_products(A, starts, 2, B, 1, depth + 2, C.ravel(), *to)
     plain_simd.dot_products(floats, starts, 2, B, 1, depth + 2, expected.ravel(), *to)
-    np.testing.assert_allclose(C, expected, atol=200 * np.finfo(dtype).eps)
+    largest = max(1, abs(floats).max() / 5)
+    np.testing.assert_allclose(C, expected, atol=200 * largest * np.finfo(dtype).eps)
 
 
 @STORED
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])
 @pytest.mark.parametrize("columns", [1, 5, 16, 80, 130])
 @pytest.mark.parametrize("depth", [3, 6, 8])
-def test_weighted_rows(depth, columns, rows, dtype, is_bfloat16):
+def test_weighted_rows(depth, columns, rows, dtype, stored):
     P, V = numbers(rows + 1, depth + 1, dtype=dtype), numbers(depth + 1, columns + 3, dtype=dtype)
     O = numbers(rows + 1, columns + 2, dtype=dtype)
     expected = O.copy()
-    V, floats = as_stored(V, is_bfloat16)
+    V, floats = as_stored(V, stored)
     to = (1, columns + 2, rows, columns, depth, True)
     starts = scattered(depth, columns + 3)
     weighted_rows(P, 1, depth + 1, V, starts, 2, O, *to)
     plain_simd.weighted_rows(P, 1, depth + 1, floats, starts, 2, expected, *to)
-    np.testing.assert_allclose(O, expected, atol=50 * np.finfo(dtype).eps)
+    largest = max(1, abs(floats).max() / 5)
+    np.testing.assert_allclose(O, expected, atol=50 * largest * np.finfo(dtype).eps)
+
+
+@numba.njit
+def one_float8(bits):
+    return halves.of_float8(bits)
+
+
+@pytest.mark.parametrize("columns", [256, 255, 3])
+def test_every_float8_is_widened_exactly(columns):
+    bits = np.arange(256, dtype=np.uint8)
+    for first in range(0, 256 - columns + 1, columns):
+        V, O = bits[first : first + columns], np.zeros(columns, np.float32)
+        starts = np.zeros(1 + ROWS_AHEAD, np.int64)
+        weighted_rows(
+            np.ones(1, np.float32), 0, 1, V, starts, 0, O, 0, columns, 1, columns, 1, False
+        )
+        wanted = [naive.float8(int(x)) for x in V]
+        np.testing.assert_array_equal(256 * O, np.array(wanted, np.float32))
+    wanted = np.array([naive.float8(int(x)) for x in bits], np.float32)
+    np.testing.assert_array_equal([256 * one_float8(x) for x in bits], wanted)
 
 
 def test_memory_from_an_element_on():

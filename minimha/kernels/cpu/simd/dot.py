@@ -1,10 +1,12 @@
 """Compute S = Q Kᵀ and O += P V for few queries, reading each row of K and V once.
 
-K and V are floats, or the bits of bfloat16 numbers (uint16), which are widened when loaded. Rows
-may be anywhere, as in pages. ``starts`` has the offset of each row, and of ``ROWS_AHEAD`` more
-rows, which are prefetched: the CPU's own prefetching stops at the end of a page. For rows at a
-constant stride, ``starts`` is the pair (first offset, stride), which costs nothing to read.
-Arrays in memory (``far``) are prefetched into L2 first, which allows more cache lines in flight.
+K and V are floats, int8, or the bits of bfloat16 (uint16) or float8_e4m3fn numbers (uint8), which
+are widened when loaded; the last as numbers over ``UNIT_OF_FLOAT8``. Rows may be anywhere, as in
+pages. ``starts`` has the offset of each row,
+and of ``ROWS_AHEAD`` more rows, which are prefetched: the CPU's own prefetching stops at the end of
+a page. For rows at a constant stride, ``starts`` is the pair (first offset, stride), which costs
+nothing to read. Arrays too large for a cache (``far``) are first prefetched into L2, where more
+cache lines can be in flight.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from minimha.kernels.cpu.jit import OPTIONS, jit
-from minimha.kernels.cpu.simd.halves import of_bfloat16
+from minimha.kernels.cpu.simd.halves import of_bfloat16, of_float8
 from minimha.kernels.cpu.simd.memory import prefetch
 from minimha.kernels.cpu.simd.vector import (
     INT,
@@ -33,7 +35,7 @@ TOGETHER = REGISTERS // 8  # rows of K that meet four queries in registers
 
 
 def start_at(starts, r):
-    """Return item r of ``starts``, an array or a pair (first, stride)."""
+    """Return the offset of row r from ``starts``, an array of offsets or a pair (first, stride)."""
 
 
 @overload(start_at, jit_options=OPTIONS)
@@ -97,18 +99,31 @@ def _loop_far_or_near(builder, far, stop, step, body):
 
 
 def _loader(vector, kind):
-    """Return the method that loads a vector of K or V of the numba type ``kind``."""
-    return vector.load_bfloat16 if kind.dtype == types.uint16 else vector.load
+    """Return load(builder, pointer, number), which loads vectors of K or V of type ``kind``."""
+    if kind.dtype == types.uint8:
+        return vector.load_float8s
+    widening = {types.uint16: vector.load_bfloat16, types.int8: vector.load_int8}
+    load = widening.get(kind.dtype, vector.load)
+    return lambda builder, pointer, number: [load(builder, pointer, u) for u in range(number)]
+
+
+def _vectors_per_step(kind):
+    """Return how many vectors of K or V of type ``kind`` are loaded at once, if possible."""
+    return 2 if kind.dtype.bitwidth == 8 else 1
 
 
 def number_at(X, x):
-    """Return X[x], widened if X holds the bits of bfloat16 numbers."""
+    """Return X[x] as a float; uint16 and uint8 are the bits of bfloat16 and float8_e4m3fn."""
 
 
 @overload(number_at, jit_options=OPTIONS)
 def _number_at(X, x):
     if X.dtype == types.uint16:
         return lambda X, x: of_bfloat16(X[x])
+    if X.dtype == types.uint8:
+        return lambda X, x: of_float8(X[x])
+    if X.dtype == types.int8:
+        return lambda X, x: types.float32(X[x])
     return lambda X, x: X[x]
 
 
@@ -161,7 +176,8 @@ def _dots(queries, together, vectors):
     """Return a primitive that multiplies ``queries`` rows of B by one vector's width of rows of A.
 
     ``together`` rows of A are read side by side, so that each loaded vector of B is used for all of
-    them. A step reads ``vectors`` vectors of each row. The depth is a multiple of the width.
+    them. A step reads ``vectors`` vectors of each row, or more of 8-bit numbers. The depth is a
+    multiple of the width.
     """
 
     @intrinsic
@@ -178,7 +194,8 @@ def _dots(queries, together, vectors):
             B = pointer_to(context, builder, kinds[3], B, b)
             C = pointer_to(context, builder, kinds[6], C, c)
             rows = max(together, vector.width // queries)
-            step = vectors * vector.width
+            most = max(vectors, _vectors_per_step(kinds[0]))
+            step = most * vector.width
             full = builder.and_(depth, INT(-step))
             rest = builder.sub(depth, full)
             others = [builder.gep(B, [builder.mul(INT(g), b_row)]) for g in range(queries)]
@@ -196,25 +213,22 @@ def _dots(queries, together, vectors):
                     def body(k, sums):
                         start = builder.add(begin, k)
                         left = [builder.gep(row, [start]) for row in own]
-                        for u in range(number):
+                        for u in range(0, number, _vectors_per_step(kinds[0])):
                             prefetch_rows(builder.add(start, INT(u * vector.width)))
-                        results = []
+                        x, results = [load(builder, row, number) for row in left], [*sums]
                         for u in range(number):
-                            x = [load(builder, row, u) for row in left]
                             y = [
                                 vector.load(builder, builder.gep(row, [start]), u) for row in others
                             ]
-                            results += [
-                                vector.fma(builder, x[r], y[g], total)
-                                for (g, r), total in zip(tile, sums[u * len(tile) :], strict=False)
-                            ]
-                        return results + sums[number * len(tile) :]
+                            for at, (g, r) in enumerate(tile, u % vectors * len(tile)):
+                                results[at] = vector.fma(builder, x[r][u], y[g], results[at])
+                        return results
 
                     return body
 
                 sums = [vector.constant(0.0)] * (vectors * len(tile))
-                sums = loop(builder, full, step, sums, some_vectors(INT(0), vectors))
-                if vectors > 1:
+                sums = loop(builder, full, step, sums, some_vectors(INT(0), most))
+                if most > 1:
                     sums = loop(builder, rest, vector.width, sums, some_vectors(full, 1))
                 for x, (g, r) in enumerate(tile):
                     total = pairwise_sum(builder, sums[x :: len(tile)])
@@ -246,7 +260,7 @@ _dots_of_4, _dots_of_2, _dots_of_1 = _dots(4, TOGETHER, 1), _dots(2, TOGETHER, 1
 def dot_products(A, starts, a, B, b, b_row, C, c, c_row, rows, queries, depth, far):
     """Set C[c + g · c_row + r] = Σ_k A[starts[a + r] + k] · B[b + g · b_row + k], reading A once.
 
-    This holds for r < ``rows`` and g < ``queries``; all arrays are flat.
+    Here r < ``rows``, g < ``queries`` and k < ``depth``. All arrays are flat.
     """
     width = VECTOR_BITS // (8 * C.itemsize)
     by_4, by_2, most = max(TOGETHER, width // 4), max(TOGETHER, width // 2), max(TOGETHER, width)
@@ -313,19 +327,29 @@ def _weigh(queries, keys):
                     for row in rows_of_P
                 ]
 
-                def column(n, _):
-                    prefetch_rows(n)
-                    starts = [builder.gep(row, [n]) for row in rows_of_V]
-                    values = [load(builder, start) for start in starts]
-                    for row, own in zip(rows_of_O, weights, strict=True):
-                        to = builder.gep(row, [n])
-                        total = vector.load(builder, to)
-                        for weight, value in zip(own, values, strict=True):
-                            total = vector.fma(builder, weight, value, total)
-                        vector.store(builder, total, to)
-                    return []
+                def some_columns(begin, number):
+                    def body(n, _):
+                        n = builder.add(begin, n)
+                        prefetch_rows(n)
+                        starts = [builder.gep(row, [n]) for row in rows_of_V]
+                        values = [load(builder, start, number) for start in starts]
+                        for row, own in zip(rows_of_O, weights, strict=True):
+                            to = builder.gep(row, [n])
+                            for u in range(number):
+                                total = vector.load(builder, to, u)
+                                for weight, value in zip(own, values, strict=True):
+                                    total = vector.fma(builder, weight, value[u], total)
+                                vector.store(builder, total, to, u)
+                        return []
 
-                loop(builder, columns, vector.width, [], column)
+                    return body
+
+                most = _vectors_per_step(kinds[3])
+                full = builder.and_(columns, INT(-most * vector.width))
+                loop(builder, full, most * vector.width, [], some_columns(INT(0), most))
+                if most > 1:
+                    rest = builder.sub(columns, full)
+                    loop(builder, rest, vector.width, [], some_columns(full, 1))
                 return []
 
             _loop_far_or_near(builder, far, depth, keys, some_keys)
@@ -343,8 +367,9 @@ _weigh_4, _weigh_2, _weigh_1 = (_weigh(queries, 4) for queries in (4, 2, 1))
 def weighted_rows(P, p, p_row, V, starts, v, O, o, o_row, rows, columns, depth, far):
     """Add P V to ``rows`` rows of O, reading V from memory once.
 
-    All arrays are flat. P's element (r, k) is at p + r · p_row + k, V's row k at starts[v + k],
-    O's row r at o + r · o_row.
+    O has ``columns`` columns, and the sum is over ``depth`` rows of V. All arrays are flat. P's
+    element (r, k) is at p + r · p_row + k. V's row k starts at starts[v + k], and O's row r at
+    o + r · o_row.
     """
     width = VECTOR_BITS // (8 * O.itemsize)
     full_columns, full_depth = columns // width * width, depth // 4 * 4

@@ -1,4 +1,4 @@
-"""Widen 16-bit numbers to float32, and round float32 to 16 bits, by integer operations."""
+"""Convert numbers of 16 or 8 bits, given as integers, to float32, and float32 to 16 bits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from minimha.kernels.cpu.jit import jit
 
 @jit
 def of_bfloat16(bits):
-    """Return the float32 equal to the bfloat16 with these ``bits``."""
+    """Return the float32 equal to the bfloat16 number whose bits are ``bits``."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @jit
 def of_float16(bits):
-    """Return the float32 equal to the float16 with these ``bits``."""
+    """Return the float32 equal to the float16 number whose bits are ``bits``."""
     word = np.uint32(bits)
     rest = np.uint32((word & np.uint32(0x7FFF)) << np.uint32(13))
     # With exponent and mantissa shifted, finite numbers, also subnormal ones, are 2^112 too small.
@@ -23,6 +23,24 @@ def of_float16(bits):
     other = np.uint32(rest | np.uint32(0x7F800000)).view(np.float32)  # infinity and NaN
     magnitude = other if rest >= np.uint32(0x7C00 << 13) else finite
     return -magnitude if word & np.uint32(0x8000) else magnitude
+
+
+UNIT_OF_FLOAT8 = np.float32(2.0**8)
+
+
+@jit
+def of_float8(bits):
+    """Return, as float32, the float8_e4m3fn number of these bits over ``UNIT_OF_FLOAT8``.
+
+    Vectors are widened so with fewer instructions. Scales are multiplied by this unit instead.
+    """
+    word = np.uint32(bits)
+    size = np.uint32(word & np.uint32(0x7F))
+    # Over 2^8, the exponent has the bias 15 instead of 7; subnormal numbers are multiples of 2^-17.
+    normal = np.uint32(np.uint32(size << np.uint32(20)) + np.uint32(112 << 23)).view(np.float32)
+    finite = normal if size >= np.uint32(8) else np.float32(size) * np.float32(2.0**-17)
+    magnitude = finite if size < np.uint32(0x7F) else np.float32(np.nan)
+    return -magnitude if word & np.uint32(0x80) else magnitude
 
 
 # Rounding uses integers, which LLVM vectorizes on every CPU: a number added to the dropped digits

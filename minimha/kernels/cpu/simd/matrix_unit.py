@@ -1,9 +1,10 @@
 """Multiply 16-bit tiles in a CPU's matrix unit, Intel AMX, with sums in float32.
 
 A *tile* is a register of 16 rows of 64 bytes. One instruction multiplies a tile A by a tile B and
-adds the product to a tile C of 16 × 16 floats. A has 16 rows of 32 bfloat16 numbers, and B has 16
-rows of 16 pairs, two numbers below each other. This is 16 times the products per cycle of vectors.
-Sums are rounded by IEEE 754, but numbers below the smallest normal number, 2^-126, count as 0.
+adds the product to a tile C of 16 × 16 floats. A has 16 rows of 32 bfloat16 numbers. B has 16 rows
+of 16 pairs; a pair is two successive numbers of a column. The matrix unit has 16 times the
+throughput of vector instructions. Sums are rounded by IEEE 754, but numbers below the smallest
+normal number, 2^-126, count as 0.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numba.extending import intrinsic, register_jitable
 from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.simd.vector import FEATURES, INT, VECTOR_BITS, loop, pointer_to
 
+TILES = 8  # registers
 TILE = 16  # rows of a tile, and pairs or floats in a row
 DEPTH = 32  # 16-bit numbers in a row
 # Palette 1: eight tiles, with 64 bytes per row, and their numbers of rows.
@@ -34,8 +36,8 @@ BYTE = ir.IntType(8)
 def is_usable() -> bool:
     """Return whether the CPU has a matrix unit that this process may use.
 
-    A process asks Linux for permission once. An old kernel or a sandbox may refuse; forked children
-    inherit the permission.
+    A process asks Linux for permission once, which an old kernel or a sandbox may refuse. Forked
+    children inherit the permission.
     """
     if sys.platform != "linux" or VECTOR_BITS < 512 or not {"amx-tile", "amx-bf16"} <= FEATURES:
         return False
@@ -56,7 +58,7 @@ def _instruction(builder, name, *operands):
 
 @intrinsic
 def configure_tiles(typing):
-    """Configure the tiles of this thread, for use until ``release_tiles``."""
+    """Configure the tile registers of this thread, before it calls ``matrix_product``."""
 
     def generate(context, builder, signature, arguments):
         content = cgutils.make_bytearray(CONFIGURATION)
@@ -69,7 +71,7 @@ def configure_tiles(typing):
 
 @intrinsic
 def release_tiles(typing):
-    """Release the tiles, so that the system need not save them when it switches threads."""
+    """Release the tile registers, so that a switch of threads need not save them."""
 
     def generate(context, builder, signature, arguments):
         _instruction(builder, "tilerelease")
@@ -78,8 +80,11 @@ def release_tiles(typing):
     return types.void(), generate
 
 
-def _column(tiles, parts_of_A, parts_of_B):
-    """Return a primitive for ``tiles`` tiles of C below each other; A and B consist of parts."""
+def tile_column(tiles, parts_of_A, parts_of_B):
+    """Return a primitive for ``tiles`` tiles of C below each other; A and B consist of parts.
+
+    If not all tiles of A have registers, they take turns.
+    """
 
     @intrinsic
     def column(typing, A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, depth, adds):
@@ -94,8 +99,9 @@ def _column(tiles, parts_of_A, parts_of_B):
             A = pointer_to(context, builder, kinds[0], A, a)
             B = pointer_to(context, builder, kinds[4], B, b)
             C = pointer_to(context, builder, kinds[8], C, c)
-            sums, lefts = ([BYTE(first + r) for r in range(tiles)] for first in (0, tiles))
-            rights = [BYTE(2 * tiles + q) for q in range(parts_of_B)]
+            sums, rights = [BYTE(r) for r in range(tiles)], range(TILES - parts_of_B, TILES)
+            rights = [BYTE(right) for right in rights]
+            together = min(tiles, TILES - tiles - parts_of_B)
 
             def transfer(name, tile, pointer, offset, row, itemsize):
                 start = builder.bitcast(builder.gep(pointer, [offset]), BYTE.as_pointer())
@@ -108,12 +114,15 @@ def _column(tiles, parts_of_A, parts_of_B):
                     transfer("tileloadd64", right, B, start, b_row, 4)
                 for p in range(parts_of_A):
                     place = builder.add(k, builder.mul(a_part, INT(p)))
-                    for r, left in enumerate(lefts):
-                        start = builder.add(place, builder.mul(a_row, INT(r * TILE)))
-                        transfer("tileloadd64", left, A, start, a_row, 2)
-                    for right in rights:
-                        for total, left in zip(sums, lefts, strict=True):
-                            _instruction(builder, "tdpbf16ps", total, left, right)
+                    for first in range(0, tiles, together):
+                        some = sums[first : first + together]
+                        lefts = [BYTE(tiles + r) for r in range(len(some))]
+                        for r, left in enumerate(lefts, first):
+                            start = builder.add(place, builder.mul(a_row, INT(r * TILE)))
+                            transfer("tileloadd64", left, A, start, a_row, 2)
+                        for right in rights:
+                            for total, left in zip(some, lefts, strict=True):
+                                _instruction(builder, "tdpbf16ps", total, left, right)
                 return []
 
             rows = [builder.mul(c_row, INT(r * TILE)) for r in range(tiles)]
@@ -136,7 +145,7 @@ def _column(tiles, parts_of_A, parts_of_B):
 
 def _product(parts_of_A, parts_of_B):
     """Return ``matrix_product`` for these numbers of parts, with C in tiles until all are added."""
-    two, one = (_column(tiles, parts_of_A, parts_of_B) for tiles in (TOGETHER, 1))
+    two, one = (tile_column(tiles, parts_of_A, parts_of_B) for tiles in (TOGETHER, 1))
 
     def product(A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, rows, columns, depth, adds):
         # If A is too large for the L1 cache, its rows are read only once; otherwise B's are.
@@ -164,7 +173,7 @@ def matrix_product(
     A, a, a_row, a_part, a_parts, B, b, b_row, b_part, b_parts, C, c, c_row, rows, columns, depth,
     adds,
 ):  # fmt: skip
-    """Set C = A B, or C += A B if it ``adds``; A and B are sums of one or two parts.
+    """Set C = A B, or C += A B if ``adds``, where A and B are sums of one or two parts.
 
     Row r of part p of A starts at a + p · a_part + r · a_row and has ``depth`` 16-bit numbers, a
     multiple of ``DEPTH``. Row k of part p of B starts at b + p · b_part + k · b_row and has

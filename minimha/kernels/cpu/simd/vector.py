@@ -1,4 +1,4 @@
-"""Generate LLVM's vector code: loads, stores, multiply-adds, loops, at this machine's width."""
+"""Generate LLVM code for loads, stores, multiply-adds and loops of this CPU's vectors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INT = ir.IntType(64)
 
 
 def host_vectors():
-    """Return the width in bits of this machine's vector registers, and how many it has."""
+    """Return the width in bits and the number of this machine's vector registers."""
     if "avx512f" in FEATURES:
         return 512, 32
     if {"avx2", "fma"} <= FEATURES:
@@ -30,12 +30,12 @@ VECTOR_BITS, REGISTERS = host_vectors()
 
 @jit_too
 def panel_width(itemsize):
-    """Return the number of lanes of a full panel of items of ``itemsize`` bytes."""
+    """Return the number of lanes of a full panel, three vectors of ``itemsize``-byte items."""
     return VECTORS * VECTOR_BITS // (8 * itemsize)
 
 
 class Vector:
-    """LLVM's types for one floating dtype, and operations on them."""
+    """LLVM's vector types for one floating dtype, with methods that generate operations."""
 
     def __init__(self, dtype):
         self.bits = dtype.bitwidth
@@ -57,18 +57,18 @@ class Vector:
         return builder.call(function, arguments)
 
     def fma(self, builder, a, b, c):
-        """Generate a · b + c, as a fused instruction if the machine has one."""
+        """Generate a · b + c, as one fused instruction if this CPU has it."""
         return self.call(builder, "fmuladd", a, b, c)
 
     def load(self, builder, pointer, n=0):
-        """Generate code that loads the n-th vector from ``pointer`` on."""
+        """Generate code that loads vector n, counted from ``pointer``."""
         source = builder.gep(pointer, [INT(n * self.width)])
         loaded = builder.load(builder.bitcast(source, self.type.as_pointer()))
         loaded.align = self.bits // 8
         return loaded
 
     def load_bfloat16(self, builder, pointer, n=0):
-        """Generate code that loads the n-th vector of bfloat16 bits as float32."""
+        """Generate code that loads vector n of bfloat16 bits, and widens it to float32."""
         bits = ir.VectorType(ir.IntType(16), self.width)
         source = builder.gep(pointer, [INT(n * self.width)])
         loaded = builder.load(builder.bitcast(source, bits.as_pointer()))
@@ -76,14 +76,70 @@ class Vector:
         half = ir.Constant(self.integers, [16] * self.width)
         return builder.bitcast(builder.shl(builder.zext(loaded, self.integers), half), self.type)
 
+    def _load_bytes(self, builder, pointer, n, number=1):
+        bits = ir.VectorType(ir.IntType(8), number * self.width)
+        source = builder.gep(pointer, [INT(n * self.width)])
+        loaded = builder.load(builder.bitcast(source, bits.as_pointer()))
+        loaded.align = 1
+        return loaded
+
+    def load_int8(self, builder, pointer, n=0):
+        """Generate code that loads vector n of int8 numbers, and converts it to float32."""
+        return builder.sitofp(self._load_bytes(builder, pointer, n), self.type)
+
+    def load_float8s(self, builder, pointer, number):
+        """Generate code that loads ``number`` vectors of float8_e4m3fn bits, 1 or an even number.
+
+        Returns float32 numbers that are 2^8 times too small, like ``halves.of_float8``. Read as the
+        bits of float16, the numbers are so, since the exponent's bias is 15 instead of 7. The CPU
+        then widens them, subnormal ones too. Two vectors together take fewer instructions.
+        """
+        if "f16c" not in FEATURES:
+            loaded = [self._load_bytes(builder, pointer, n) for n in range(number)]
+            return [self._widen_float8(builder, builder.zext(x, self.integers)) for x in loaded]
+        together, found = min(2, number), []
+        lanes = together * self.width
+        halves, words = (ir.VectorType(x, lanes) for x in (ir.IntType(16), ir.HalfType()))
+        parts = ir.VectorType(ir.IntType(32), self.width)
+
+        def all_(bits):
+            return ir.Constant(halves, [bits] * lanes)
+
+        for n in range(0, number, together):
+            loaded = builder.sext(self._load_bytes(builder, pointer, n, together), halves)
+            bits = builder.and_(builder.shl(loaded, all_(7)), all_(0xBF80))  # with one sign
+            is_nan = builder.icmp_unsigned("==", builder.and_(bits, all_(0x3F80)), all_(0x3F80))
+            numbers = builder.bitcast(builder.select(is_nan, all_(0x7E00), bits), words)
+            for first in range(0, lanes, self.width):
+                pick = ir.Constant(parts, [first + lane for lane in range(self.width)])
+                part = builder.shuffle_vector(numbers, numbers, pick)
+                found.append(builder.fpext(part, self.type))
+        return found
+
+    def _widen_float8(self, builder, words):
+        """Generate code for ``halves.of_float8`` of every lane."""
+
+        def all_(number):
+            return ir.Constant(self.integers, [number] * self.width)
+
+        size = builder.and_(words, all_(0x7F))
+        normal = builder.add(builder.shl(size, all_(20)), all_(112 << 23))
+        small = builder.fmul(builder.uitofp(size, self.type), self.constant(2.0**-17))
+        is_small = builder.icmp_unsigned("<", size, all_(8))
+        bits = builder.select(is_small, builder.bitcast(small, self.integers), normal)
+        is_nan = builder.icmp_unsigned("==", size, all_(0x7F))
+        bits = builder.select(is_nan, all_(0x7FC00000), bits)
+        sign = builder.shl(builder.and_(words, all_(0x80)), all_(24))
+        return builder.bitcast(builder.or_(bits, sign), self.type)
+
     def store(self, builder, value, pointer, n=0):
-        """Generate code that stores ``value`` as the n-th vector from ``pointer`` on."""
+        """Generate code that stores ``value`` as vector n, counted from ``pointer``."""
         target = builder.gep(pointer, [INT(n * self.width)])
         stored = builder.store(value, builder.bitcast(target, self.type.as_pointer()))
         stored.align = self.bits // 8
 
     def store_lanes(self, builder, value, first, number, pointer):
-        """Generate code that stores ``number`` lanes of ``value``, from lane ``first`` on."""
+        """Generate code that stores lanes ``first`` to ``first`` + ``number`` - 1 of ``value``."""
         lane = ir.IntType(32)
         picks = ir.Constant(ir.VectorType(lane, number), [lane(first + x) for x in range(number)])
         part = builder.shuffle_vector(value, value, picks)
@@ -128,7 +184,7 @@ def loop(builder, stop, step, initial, body):
 
 
 def pairwise_sum(builder, terms):
-    """Generate the sum of ``terms``, a power-of-two number of vectors, pair by pair."""
+    """Generate the pairwise sum of ``terms``, a list of 1, 2, 4, … vectors."""
     while len(terms) > 1:
         pairs = zip(terms[::2], terms[1::2], strict=True)
         terms = [builder.fadd(*pair) for pair in pairs]

@@ -1,0 +1,139 @@
+"""The kernel that multiplies by matrices as files store them, beside sums in float64."""
+
+import os
+
+import numpy as np
+import pytest
+from stored_weights import ALL, PLAIN, columns_of, drawn
+
+import minimha
+from minimha.equations.stored import Stored
+from minimha.kernels.cpu import weights
+from minimha.kernels.cpu.simd import matrix_unit
+from minimha.kernels.cpu.threads import get_num_threads
+
+ROWS = (1, 2, 3, 4, 5, 8, 9, 63, 64, 65, 128)
+RNG = np.random.default_rng(0)
+needs_matrix_unit = pytest.mark.skipif(
+    not matrix_unit.is_usable(),
+    reason="this CPU has no matrix unit, or this process may not use it",
+)
+
+
+@pytest.fixture(autouse=True)
+def memory_is_never_zero(monkeypatch):
+    """What a kernel does not write must not be read."""
+    new = weights.memory_of
+
+    def spoilt(number):
+        memory = new(number)
+        memory[:] = 0xFF
+        return memory
+
+    monkeypatch.setattr(weights, "memory_of", spoilt)
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    before = get_num_threads()
+    yield
+    minimha.set_num_threads(before)
+
+
+def check(got, x, numbers):
+    """Every sum is off by at most one rounding per number, of 24 binary digits."""
+    exact, size = x @ numbers.T, np.abs(x) @ np.abs(numbers).T
+    assert (np.abs(got - exact) <= (8 + numbers.shape[1]) * 2.0**-24 * size).all()
+
+
+def matrix(name, rows, columns):
+    pytest.importorskip("gguf", reason="gguf, which reads the formats, is missing")
+    data, scales, numbers = drawn(name, rows, columns_of(name, columns))
+    return Stored.of_rows(name, data, scales), numbers
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_products_are_those_of_widened_numbers(name):
+    for N, K in ((131, 1056), (259, 530), (1, 32)):
+        W, numbers = matrix(name, N, K)
+        for workers in {1, min(2, get_num_threads())}:
+            minimha.set_num_threads(workers)
+            for rows in ROWS:
+                x = RNG.normal(size=(rows, W.columns)).astype(np.float32)
+                check(weights.product(x, W.T), x.astype(np.float64), numbers)
+                if rows > weights.MANY:
+                    got = weights.product(x, W.T, has_matrix_unit=False)
+                    check(got, x.astype(np.float64), numbers)
+
+
+@needs_matrix_unit
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "Q8_0", "float32"])
+def test_rounded_products_keep_the_digits_of_bfloat16(name):
+    W, numbers = matrix(name, 259, 544)
+    x = RNG.normal(size=(100, W.columns)).astype(np.float32)
+    exact, size = x @ numbers.T, np.abs(x) @ np.abs(numbers).T
+    error = np.abs(weights.product(x, W.rounded().T) - exact)
+    assert (error <= 2.0**-7 * size).all()
+    assert error.max() > 2.0**-16 * size.mean()
+    check(weights.product(x[:5], W.rounded().T), x[:5].astype(np.float64), numbers)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 100, 500])
+def test_rows_anywhere_at_any_byte(rows):
+    W, numbers = matrix("bfloat16", 131, 97)
+    data = np.full(3 + W.data.size, 0xFF, np.uint8)
+    data[3:] = W.data
+    order = RNG.permutation(131)[:77]
+    moved = Stored("bfloat16", data, W.starts + 3, 97).reordered(order)
+    x = RNG.normal(size=(rows, 97)).astype(np.float32)
+    check(weights.product(x, moved.T), x.astype(np.float64), numbers[order])
+    several = RNG.normal(size=(rows, 2 * 97)).astype(np.float32)[:, ::2]
+    check(weights.product(several, W.T), several.astype(np.float64), numbers)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 100])
+def test_a_float32_array_by_columns(rows):
+    W = RNG.normal(size=(131, 100)).astype(np.float32)[:, :97]
+    x = RNG.normal(size=(rows, 97)).astype(np.float32)
+    check(weights.product(x, W.T), x.astype(np.float64), W.astype(np.float64))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("rows", [1, 2, 5, 70])
+def test_nan_and_infinity_reach_their_sums_alone(name, rows):
+    W, numbers = matrix(name, 131, 544)
+    wide = numbers.astype(PLAIN[name])
+    for at, value in (((3, 5), np.nan), ((70, 40), np.inf), ((130, 543), -np.inf), ((9, 0), 0)):
+        wide[at] = value
+    W = Stored.of_rows(name, wide.view(np.uint8))
+    x = RNG.normal(size=(rows, 544)).astype(np.float32)
+    x[0, 7], x[-1, 40] = np.inf, 0
+    with np.errstate(all="ignore"):
+        expected = x.astype(np.float64) @ wide.astype(np.float64).T
+        for unit in (False, None):
+            got = weights.product(x, W.T, has_matrix_unit=unit)
+            np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+            np.testing.assert_array_equal(np.isposinf(got), np.isposinf(expected))
+            np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
+            is_finite = np.isfinite(expected)
+            np.testing.assert_allclose(got[is_finite], expected[is_finite], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_multiplies_too():
+    W, numbers = matrix("bfloat16", 515, 544)
+    x = RNG.normal(size=(1, 544)).astype(np.float32)
+    check(weights.product(x, W.T), x.astype(np.float64), numbers)
+    child = os.fork()
+    if not child:
+        try:
+            check(weights.product(x, W.T), x.astype(np.float64), numbers)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_nothing_times_something_is_nothing():
+    W, _ = matrix("bfloat16", 131, 544)
+    assert weights.product(np.zeros((0, 544), np.float32), W.T).shape == (0, 131)
