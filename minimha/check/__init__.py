@@ -1,6 +1,6 @@
-"""Finds and names the bug in an attention function, from its answers to graded problems.
+"""Find and name the bugs of an attention function, from its answers to graded problems.
 
-This module can be called itself, as its function ``check``:
+The module itself can be called in place of its function ``check``:
 
 >>> import minimha
 >>> import numpy as np
@@ -17,14 +17,15 @@ This module can be called itself, as its function ``check``:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from minimha.check import translation
 from minimha.check.answer import Answer
-from minimha.check.asking import Asking, Limits, drawn_seed
-from minimha.check.calling import ARRAYS, DTYPES, Caller, arguments_of
+from minimha.check.asking import Ask, Asking, Limits, drawn_seed
+from minimha.check.calling import ARRAYS, DTYPES, Caller, arguments_of, check_layout
 from minimha.check.calling_layers import LayerCaller
 from minimha.check.candidate import TIMEOUT, Candidate
 from minimha.check.conditions import sizes
@@ -43,11 +44,12 @@ Progress = Callable[[str], None]
 def check(
     function: Callable[..., Any] | str,
     speaks: str = "minimha",
-    dtype: str = "float32",
+    dtype: str | None = None,
     *,
     is_layer: bool = False,
     arrays: str | None = None,
     device: str | None = None,
+    layout: str = "BHLD",
     timeout: float = TIMEOUT,
     seed: int | None = None,
     head_dims: Sequence[int] = (),
@@ -58,10 +60,11 @@ def check(
 ) -> Report:
     """Name the bugs of a function that should compute softmax(scale · Q Kᵀ + bias) V.
 
-    The function is called on graded problems, each of which uses as few options as possible, then
-    on problems in which the options meet that it takes, then on sizes that models have. Its outputs
-    are compared with those of right attention, and of attention with each known bug. An exception
-    counts as an option or a shape that the function does not take, not as a bug.
+    The function is called on graded problems, each of which uses as few options as possible. Then
+    it is called on problems that combine the options that it takes, and on problems of the sizes
+    that models have. Its outputs are compared with those of right attention, and of attention with
+    each known bug. An exception counts as an option or a shape that the function does not take, not
+    as a bug.
 
     Parameters
     ----------
@@ -88,18 +91,19 @@ def check(
     timeout : float, default 20
         Seconds for each problem in the separate process; the first problem gets three times this.
     seed : int, optional
-        Draws the numbers of the problems in which options meet, and of those at models' sizes.
-        Default is another seed in each process; ``report.seed`` repeats it.
+        Seed of the random numbers in the problems that combine options or have models' sizes.
+        Default is a random seed per process; pass ``report.seed`` to repeat the problems.
     head_dims : sequence of int, optional
-        Widths of heads that the function takes; other problems are not asked. Default is any.
+        The head widths that the function takes; problems of other widths are left out. Default is
+        any width.
     multiple_of : int, default 1
         The function takes only lengths that this number divides.
     max_heads : int, optional
         The most query heads that the function takes; default is any number.
     is_square : bool, default False
-        If True, the function takes only as many queries as keys.
+        If True, the function takes only problems with equal numbers of queries and keys.
     progress : callable ``progress(doing)``, optional
-        Receives a few words before each step.
+        Receives a short text before each step.
 
     Returns
     -------
@@ -121,11 +125,13 @@ def check(
     'right'
     """
     choice("speaks", speaks, translation.DIALECTS)
-    choice("dtype", dtype, DTYPES)
+    if dtype is not None:
+        choice("dtype", dtype, DTYPES)
     if arrays is not None:
         choice("arrays", arrays, ARRAYS)
-    settings: dict[str, Any] = {"speaks": speaks, "dtype": dtype}
-    settings |= {"arrays": arrays, "device": device}
+    check_layout(layout, speaks, is_layer=flag("is_layer", is_layer))
+    settings: dict[str, Any] = {"speaks": speaks, "arrays": arrays, "device": device}
+    settings |= {} if is_layer else {"layout": layout}
     timeout = number("timeout", timeout, low=1e-3)
     seed = drawn_seed() if seed is None else integer("seed", seed, low=0)
     limits = Limits(
@@ -134,38 +140,55 @@ def check(
         None if max_heads is None else integer("max_heads", max_heads, low=1),
         flag("is_square", is_square),
     )
-    is_layer = flag("is_layer", is_layer)
     if is_layer and limits != Limits():
         raise ValueError(
             "head_dims, multiple_of, max_heads and is_square are for functions, not for layers"
         )
     limits.check()
-    problems = layer_problems(dtype) if is_layer else graded(dtype)
     if isinstance(function, str):
         split(function)
-        with Candidate(function, timeout, is_layer=is_layer, **settings) as candidate:
-            asked = Asking(lambda new: candidate.answers(new, progress), dtype, seed, limits)
-            asked.run(problems)
-        name = function
-    elif callable(function):
-        caller = (LayerCaller if is_layer else Caller)(function, **settings)
-
-        def ask(new: Sequence[Graded]) -> list[Answer]:
-            answers = []
-            for problem in new:
-                progress(problem.name)
-                answers.append(caller.answer(arguments_of(problem)))
-            return answers
-
-        asked = Asking(ask, dtype, seed, limits)
-        asked.run(problems)
-        name = _name_of(function)
-    else:
+    elif not callable(function):
         raise TypeError(
             f"function is of type {type(function).__name__}: expected something that can be "
             f"called, or its location, such as 'mykernel.py:attention'"
         )
-    return judged([*asked.answers], [*asked.answers.values()], name, speaks, dtype, progress, seed)
+    first: tuple[dict[Graded, Answer], str] | None = None
+    for tried in DTYPES if dtype is None else (dtype,):
+        some = {**settings, "dtype": tried}
+        # Other libraries' functions have no packed sequences, pages or functions of scores.
+        asked = Asking(lambda new: [], tried, seed, limits, arranges=speaks == "minimha")
+        with _asker(function, timeout, some, progress, is_layer=is_layer) as asked.ask:
+            asked.run(layer_problems(tried) if is_layer else graded(tried))
+        first = first or (asked.answers, tried)
+        if any(answer.refusal is None for answer in asked.answers.values()):
+            first = asked.answers, tried
+            break
+    assert first is not None
+    answers, taken = first
+    name = function if isinstance(function, str) else _name_of(function)
+    return judged([*answers], [*answers.values()], name, speaks, taken, progress, seed)
+
+
+@contextmanager
+def _asker(
+    function: Callable[..., Any] | str, timeout: float, settings: Mapping[str, Any],
+    progress: Progress, *, is_layer: bool,
+) -> Iterator[Ask]:  # fmt: skip
+    """A function that asks ``function`` problems, in another process if it is a location."""
+    if isinstance(function, str):
+        with Candidate(function, timeout, is_layer=is_layer, **settings) as candidate:
+            yield lambda new: candidate.answers(new, progress)
+        return
+    caller = (LayerCaller if is_layer else Caller)(function, **settings)
+
+    def ask(new: Sequence[Graded]) -> list[Answer]:
+        answers = []
+        for problem in new:
+            progress(problem.name)
+            answers.append(caller.answer(arguments_of(problem)))
+        return answers
+
+    yield ask
 
 
 def judged(
@@ -177,7 +200,7 @@ def judged(
     progress: Progress = lambda doing: None,
     seed: int = 0,
 ) -> Report:
-    """Report on a function that gave ``answers``; raise ValueError if it took no problem."""
+    """Return the report on a function's ``answers``; raise ValueError if it took no problem."""
     if all(answer.refusal is not None for answer in answers):
         asked = [(p, a) for p, a in zip(problems, answers, strict=True) if not a.is_unasked]
         problem, answer = asked[0]
@@ -200,7 +223,7 @@ def assert_attention(
     function, **settings
         As in ``check``.
     strict : bool, default False
-        If True, a function that only differs, as a NaN that leaks from a hidden key, is wrong too.
+        If True, harmless differences count as bugs too, such as a NaN that leaks from a hidden key.
 
     Raises
     ------
@@ -220,7 +243,7 @@ def assert_attention(
 
 
 def _widths(problems: Iterable[Graded]) -> str:
-    """A clause on the sizes of problems, if they are not those of layers."""
+    """Return a clause on the sizes of problems, or "" if all are problems for layers."""
     tried = [sizes(problem.arguments) for problem in problems if problem.layer is None]
     if not tried:
         return ""

@@ -1,19 +1,24 @@
-"""Decides what a function is asked: its answers choose the next problems.
+"""Choose the problems for a function, depending on its earlier answers.
 
-First come the graded problems, then each switch alone, then the rows in which the switches meet
-that the function takes. A wrong or refused row is asked again with fewer switches, until none can
-be left out. If the function refuses the plainest problem, other sizes are tried. The sizes of
-models come last, because a function that is wrong at small sizes need not be asked them.
+A switch is an option or a shape, which a problem has or lacks. First come the graded problems, then
+each switch alone. Then come rows, sets of switches, that combine the switches that the function
+takes. A wrong or refused row is asked again with fewer switches, until none can be left out. If the
+function refuses the plainest problem, other sizes are tried. The sizes of models come last, and
+only for a function that is right at small sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from secrets import randbits
 
+import numpy as np
+
 from minimha.check.answer import NOT_ASKED, Answer
+from minimha.check.arranged import arranged, kinds_of
+from minimha.check.compared import compare
 from minimha.check.conditions import sizes
 from minimha.check.crossed import (
     FIRST_QUERY,
@@ -26,8 +31,8 @@ from minimha.check.crossed import (
     rows,
 )
 from minimha.check.problems import Graded
-from minimha.check.search import NONE, compare, known
-from minimha.check.sized import sized
+from minimha.check.search import NONE, known
+from minimha.check.sized import ALONE, CUT, cut, sized
 
 Ask = Callable[[Sequence[Graded]], list[Answer]]
 
@@ -41,12 +46,12 @@ TRIED = [
 NEEDED: tuple[Switches, ...] = (frozenset(), frozenset({"one query"}))
 LARGEST = 1024  # width, and divisor of lengths, that may be declared
 MOST_SHRUNK = 3
-ROUNDS = 8  # times that rows are chosen anew, without switches that exclude each other
+ROUNDS = 8  # times that rows are chosen again, without switches that exclude each other
 
 
 @cache
 def drawn_seed() -> int:
-    """The seed of this process, if no other is given."""
+    """Return a random seed, the same in all calls of this process."""
     return randbits(32)
 
 
@@ -57,9 +62,9 @@ class Limits:
     Attributes
     ----------
     head_dims : tuple of int, optional
-        Values of D and Dv; any if empty, the default.
+        The possible values of D and Dv; by default the empty tuple, which allows any.
     multiple_of : int, default 1
-        Divides Lq and Lk.
+        A divisor of Lq and Lk.
     max_heads : int, optional
         The most query heads; default is no limit.
     is_square : bool, default False
@@ -81,7 +86,7 @@ class Limits:
                     )
 
     def exclude(self, problem: Graded) -> bool:
-        """Whether the problem has a shape that is not taken."""
+        """Return whether a problem has a shape that the function does not take."""
         s = sizes(problem.arguments)
         return (
             bool(self.head_dims and {s["D"], s["Dv"]} - set(self.head_dims))
@@ -93,16 +98,17 @@ class Limits:
 
 @dataclass
 class Asking:
-    """The problems that a function was asked, and its answers."""
+    """The problems that a function was given, and its answers."""
 
     ask: Ask
     dtype: str
     seed: int
     limits: Limits = Limits()
+    arranges: bool = True  # whether packed sequences, pages and functions may be asked
     answers: dict[Graded, Answer] = field(default_factory=dict)
 
     def all(self, problems: Sequence[Graded]) -> list[Answer]:
-        """The answers to these problems; those that were answered before are not asked again."""
+        """Return the answers to ``problems``; the function is given each problem only once."""
         for p in problems:
             if p not in self.answers and p.layer is None and self.limits.exclude(p):
                 self.answers[p] = Answer(refusal=f"{NOT_ASKED}: you declared other shapes")
@@ -111,7 +117,10 @@ class Asking:
         return [self.answers[p] for p in problems]
 
     def run(self, graded: Sequence[Graded]) -> None:
-        """Ask the graded problems, and all others that the answers lead to; of layers no others."""
+        """Ask the graded problems, then the problems that their answers lead to.
+
+        For layers, only the graded problems are asked.
+        """
         self.all(graded)
         if graded[0].layer is not None:
             return
@@ -120,11 +129,59 @@ class Asking:
             return
         self._meet(*fitting)
         small = [p for p in self.answers if p.family]
+        if self.arranges:
+            self._arrange(fitting[0].D)
         if not any(self.is_wrong(p, asks_lse=False) for p in small):
             self.all(sized(self.seed))
+            self._narrow()
+            self._compare_batches()
+
+    def _compare_batches(self) -> None:
+        """Note where a batch entry has other bits alone, twice: a compilation may come between."""
+        if any("runs_differ_bitwise" in answer.faults for answer in self.answers.values()):
+            return  # then batches differ, too
+        by_name = {p.name: p for p in self.answers}
+        for one in [p for p in self.answers if p.name.endswith(ALONE)]:
+            pair = by_name[one.name.removesuffix(ALONE)], one
+            if _differ(*map(self.answers.__getitem__, pair)) and _differ(*self.ask(pair)):
+                answer = self.answers[one]
+                faults = (*answer.faults, "batches_differ_bitwise")
+                self.answers[one] = replace(answer, faults=faults)
+
+    def _narrow(self) -> None:
+        """Find the largest right number of keys, queries or heads, if all larger ones are wrong."""
+        taken = [p for p in sized(self.seed) if self.is_taken(p)]
+        wrong = [p for p in taken if self.is_wrong(p)]
+        shared = set.intersection(*({*p.options} for p in wrong)) if wrong else set()
+        alike = [  # graded problems may be large and yet show nothing of this, as with equal keys
+            p for p in self.answers if p.family and p not in wrong
+            and shared - {"q_offset"} <= {*p.options} and self.is_taken(p)
+        ]  # fmt: skip
+        for name in CUT if wrong else ():
+            right = [sizes(p.arguments)[name] for p in alike]
+            first = min(wrong, key=lambda p: sizes(p.arguments)[name])
+            least, most = sizes(first.arguments)[name], max(right, default=0)
+            if least <= most:
+                continue
+            while least - most > 1:
+                middle = (least + most) // 2
+                problem = cut(first, name, middle)
+                if not self.is_taken(problem):
+                    break
+                least, most = (middle, most) if self.is_wrong(problem) else (least, middle)
+
+    def _arrange(self, D: int) -> None:
+        """Ask the problems of each kind whose plainest one is taken."""
+        taken: dict[str, bool] = {}
+        for problem in arranged(self.seed, D):
+            kinds = kinds_of(problem)
+            if all(taken.get(kind, True) for kind in kinds):
+                is_taken = self.is_taken(problem)
+                for kind in kinds:
+                    taken.setdefault(kind, is_taken)
 
     def _fits(self) -> list[tuple[Sizes, Switches]]:
-        """The sizes to try, and the switches that each problem needs then."""
+        """Return the sizes to try, and the switches that each problem needs then."""
         declared = []
         if self.limits != Limits():
             widths = self.limits.head_dims or (PLAIN.D,)
@@ -135,11 +192,11 @@ class Asking:
         return self.is_taken(crossed(needed, some, self.seed))
 
     def is_taken(self, problem: Graded) -> bool:
-        """Whether the function answers the problem, right or wrong."""
+        """Return whether the function gives any answer to the problem, right or wrong."""
         return self.all([problem])[0].refusal is None
 
     def is_wrong(self, problem: Graded, *, asks_lse: bool = True) -> bool:
-        """Whether rounding does not explain the answer."""
+        """Return whether the answer to the problem has an error that rounding does not explain."""
         (answer,), x = self.all([problem]), known(problem, self.dtype)
         asks_lse = asks_lse and x.asks_lse
         return answer.output is not None and not (
@@ -172,8 +229,15 @@ class Asking:
                 break
 
 
+def _differ(whole: Answer, alone: Answer) -> bool:
+    """Whether the first entry of an answer has other bits than the answer to it alone."""
+    if whole.output is None or alone.output is None:
+        return False
+    return not np.array_equal(whole.output[:1], alone.output, equal_nan=True)
+
+
 def smallest(on: Switches, still: Callable[[Switches], bool]) -> Switches:
-    """Leave out switch after switch for which ``still`` stays True, until none can be."""
+    """Return a minimal part of the switches ``on`` for which ``still`` is True."""
     for switch in sorted(on):
         if still(on - {switch}):
             return smallest(on - {switch}, still)
@@ -181,7 +245,7 @@ def smallest(on: Switches, still: Callable[[Switches], bool]) -> Switches:
 
 
 def exchanged(graded: Sequence[Graded], seed: int = 0) -> list[Graded]:
-    """Return the problems for a function that runs elsewhere, so that no answer chooses others."""
+    """Return the problems for a function that runs elsewhere, all chosen in advance."""
     every = frozenset(SWITCHES)
     others = dict.fromkeys((*alone(), *rows(every, PLAIN, seed)))
     return [*graded, *(crossed(on, PLAIN, seed) for on in others)]

@@ -1,4 +1,4 @@
-"""Calls the checked function on one problem, in this process, and reads its result."""
+"""Call the checked function on one problem, in this process, and read its result."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from minimha.equations.arrays import as_numpy, bfloat16, library_of, like
 
 Array = NDArray[Any]
 
+LAYOUT = "BHLD"
 ARRAYS = ("numpy", "torch", "jax", "cupy")
 DTYPES = ("float32", "float16", "bfloat16")
 WIDE = ("float32", "float64")  # output dtypes that lose no precision
 IN_DTYPE = ("q", "k", "v", "attn_bias")
 SAME = 256  # times the dtype's epsilon: the allowed difference of two runs
+MOST_KEPT = 1 << 14  # numbers of an array whose memory is used again
 LONGEST_REASON = 300  # characters of the function's error
 
 
@@ -31,7 +33,7 @@ Axes = tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]
 
 
 class NotAnArray(TypeError):  # noqa: N818
-    """The function did not return an array of numbers."""
+    """Raised if the function did not return an array of numbers."""
 
 
 class Caller:
@@ -39,6 +41,7 @@ class Caller:
 
     ``arrays`` names the library of its arrays, by default the dialect's usual one. If the function
     refuses those, other imported libraries are tried. Only torch's arrays have a ``device``.
+    ``layout`` is the order of the axes of q, k, v and the output.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class Caller:
         dtype: str,
         arrays: str | None = None,
         device: str | None = None,
+        layout: str = LAYOUT,
     ) -> None:
+        self.layout = layout
         self.function = translation.DIALECTS[speaks].adapted(function)
         self.speaks, self.device = speaks, device
         self.dtype = bfloat16("dtype") if dtype == "bfloat16" else np.dtype(dtype)
@@ -56,15 +61,16 @@ class Caller:
             arrays = arrays or "torch"
             _check_device(device, arrays)
         self.kinds = [arrays] if arrays else self._likely()
+        self._buffers: dict[Any, Any] = {}  # that the function got before
 
     def _likely(self) -> list[str]:
         first = translation.DIALECTS[self.speaks].arrays
         return [first, *(kind for kind in ARRAYS if kind != first and kind in sys.modules)][:3]
 
     def answer(self, arguments: Mapping[str, Any]) -> Answer:
-        """Answer a problem from two runs on fresh copies of its arrays.
+        """Call the function twice on copies of a problem's arrays, and return its answer.
 
-        An exception counts as a refusal; side effects count as faults.
+        An exception counts as a refusal. Changed inputs, or different outputs, count as faults.
         """
         reasons: dict[str, str] = {}
         for kind in self.kinds:
@@ -97,10 +103,13 @@ class Caller:
     def _run(self, kind: str, arguments: Mapping[str, Any], *, wants_lse: bool) -> Answer:
         cast = {name: self._cast(name, value) for name, value in arguments.items()}
         given, keywords = self._translated(cast, wants_lse)
-        output, lse, faults = self._once(kind, given, keywords)
+        output, lse, faults = self._once(kind, given, keywords, self._buffers)
         again, _, _ = self._once(kind, given, keywords)
         if not _same(output, again):
             faults.append("not_deterministic")
+        elif not _identical(output, again):  # the first run may have been before a compilation
+            third, _, _ = self._once(kind, given, keywords)
+            faults += [] if _identical(again, third) else ["runs_differ_bitwise"]
         is_asked = wants_lse and arguments.get("return_lse")
         if not (is_asked and translation.DIALECTS[self.speaks].lse):
             lse = None  # the second result is not a log-sum-exp
@@ -109,18 +118,31 @@ class Caller:
     def _translated(
         self, cast: Mapping[str, Any], wants_lse: bool
     ) -> tuple[list[Array], Mapping[str, Any]]:
-        """The positional and the keyword arguments of the call."""
-        return translation.translated(self.speaks, cast, wants_lse=wants_lse)
+        """Return the positional and the keyword arguments of the call."""
+        given, keywords = translation.translated(self.speaks, cast, wants_lse=wants_lse)
+        order = [LAYOUT.index(axis) for axis in self.layout]
+        return [np.ascontiguousarray(x.transpose(order)) for x in given], keywords
 
     def _axes(self, cast: Mapping[str, Any]) -> Axes:
-        """Letters and sizes of the axes, for the output and for the log-sum-exp."""
-        return translation.expected_shapes(self.speaks, cast["q"], cast["v"])
+        """Return letters and sizes of the axes, for the output and for the log-sum-exp."""
+        output, lse = translation.expected_shapes(self.speaks, cast["q"], cast["v"])
+        if self.layout == LAYOUT:
+            return output, lse
+        names = {"B": "B", "H": "H", "L": "Lq", "D": "Dv"}
+        sizes = tuple(output[1][LAYOUT.index(axis)] for axis in self.layout)
+        return (f"({', '.join(names[axis] for axis in self.layout)})", sizes), lse
 
     def _once(
-        self, kind: str, given: list[Array], keywords: Mapping[str, Any]
-    ) -> tuple[Array, Array | None, list[str]]:
-        """Output, log-sum-exp and faults of one call on fresh copies of the arrays."""
+        self, kind: str, given: list[Array], keywords: Mapping[str, Any],
+        buffers: dict[Any, Any] | None = None,
+    ) -> tuple[Array, Array | None, list[str]]:  # fmt: skip
+        """Output, log-sum-exp and faults of one call on copies of the arrays.
+
+        The copies are new, or overwrite earlier ones of the same shape in ``buffers``.
+        """
         theirs = [self._theirs(kind, x) for x in given]
+        if buffers is not None and kind in ("numpy", "torch"):
+            theirs = [_overwritten(buffers, n, x) for n, x in enumerate(theirs)]
         options = {name: self._theirs(kind, value) for name, value in keywords.items()}
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
@@ -133,7 +155,7 @@ class Caller:
         ):
             if isinstance(before, np.ndarray):
                 now = numbers_of(after)
-                if not np.array_equal(_wide(before), _wide(now), equal_nan=True):
+                if not _identical(before, now):
                     faults = ["writes_into_inputs"]
                 if kind in ("numpy", "torch") and np.shares_memory(output, now):
                     return output.copy(), lse, ["returns_its_input"]
@@ -165,7 +187,7 @@ class Caller:
     ) -> Answer:
         """Return an answer with arrays in minimha's order of axes, and with all faults."""
         faults, notes, name = [*faults], [], output.dtype.name
-        wide, log_sum = _wide(output), None if lse is None else _wide(lse)
+        wide, log_sum = _wide(output).copy(), None if lse is None else _wide(lse)
         for what, array, (letters, sizes) in zip(
             ("output", "log-sum-exp"), (output, lse), self._axes(cast), strict=True
         ):
@@ -176,8 +198,22 @@ class Caller:
             faults.append("wrong_dtype")
             if name not in WIDE:
                 notes.append(f"its output has dtype {name}: expected {self.dtype.name}")
+        if wide.ndim == len(LAYOUT):
+            wide = wide.transpose([self.layout.index(axis) for axis in LAYOUT])
         wide, log_sum = translation.heads_first(self.speaks, wide, log_sum)
         return Answer(wide, log_sum, None, tuple(dict.fromkeys(faults)), name, "; ".join(notes))
+
+
+def check_layout(layout: str, speaks: str, *, is_layer: bool = False) -> None:
+    """Raise ValueError unless ``layout`` consists of the letters B, H, L and D in some order.
+
+    For a layer, and for a dialect ``speaks`` with a fixed other layout, only "BHLD" is accepted.
+    """
+    if sorted(layout) != sorted(LAYOUT):
+        raise ValueError(f"layout is {layout!r}: expected the letters B, H, L and D in some order")
+    if layout != LAYOUT and (is_layer or not translation.DIALECTS[speaks].heads_first):
+        what = "a layer" if is_layer else f"a function that speaks {speaks}"
+        raise ValueError(f"layout is {layout!r}: {what} has a layout of its own")
 
 
 def _check_device(device: str, arrays: str) -> None:
@@ -191,7 +227,7 @@ def _check_device(device: str, arrays: str) -> None:
 
 
 def arguments_of(problem: Graded) -> Mapping[str, Any]:
-    """The arguments for a ``Caller``; a layer's problem adds its matrices."""
+    """Return a problem's arguments for ``Caller``; a layer's problem includes the matrices."""
     if problem.layer is None:
         return problem.arguments
     return {**problem.arguments, **problem.layer, "chunks": list(problem.chunks)}
@@ -216,8 +252,21 @@ def _wide(array: Array) -> Array:
     return array if array.dtype.name in WIDE else array.astype(np.float32)
 
 
+def _overwritten(buffers: dict[Any, Any], place: int, array: Any) -> Any:
+    """The numbers of ``array`` in memory that held others before, so that no address is a key."""
+    if not hasattr(array, "shape") or np.prod(array.shape) > MOST_KEPT:
+        return array
+    buffer = buffers.setdefault((place, str(array.dtype), tuple(array.shape)), array)
+    buffer[...] = array
+    return buffer
+
+
+def _identical(a: Array, b: Array) -> bool:
+    return np.array_equal(_wide(a), _wide(b), equal_nan=True)
+
+
 def _same(a: Array, b: Array) -> bool:
-    """Whether two runs agree up to the order of their sums."""
+    """Return whether two runs agree up to the order of their sums."""
     if a.shape != b.shape:
         return False
     first, second = _wide(a), _wide(b)

@@ -1,6 +1,6 @@
-"""The conditions under which a function may be wrong: options that are given, and shapes.
+"""Describe the conditions under which a function may be wrong: given options, and shapes.
 
-A condition is the clause that a sentence uses, such as "window_size is given" or "Lq > Lk".
+A condition is a clause of a sentence, such as "window_size is given" or "Lq > Lk".
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from minimha.check.expanded import ARRANGING, expanded
 from minimha.check.problems import Graded
 
 OPTIONS = (
     "is_causal", "window_size", "attn_mask", "attn_bias", "kv_lengths", "alibi_slopes", "softcap",
     "sinks", "scale", "return_lse",
 )  # fmt: skip
+NEEDED = ("cu_seqlens_k", "v_scale")  # always given beside another option
+ARRANGED = tuple(name for name in ARRANGING if name not in NEEDED)
 GROUPED = "heads are grouped"
 BLOCKS = (2, 4, 8, 16, 32, 64, 128)
 OPPOSITES = {  # each condition, and the one that holds otherwise, if it has a name
@@ -27,12 +30,13 @@ OPPOSITES = {  # each condition, and the one that holds otherwise, if it has a n
     "Lk > 32": "Lk <= 32",
     "Dv is not D": "Dv is D",
     **{f"{option} is given": f"{option} is not given" for option in OPTIONS},
+    **{f"{option} is given": f"{option} is not given" for option in ARRANGED},
 }
 USUAL = frozenset(OPPOSITES.values())  # conditions that hold for the plainest problem
 
 
 def conditions(arguments: Mapping[str, Any]) -> frozenset[str]:
-    """Return the conditions that hold for the arguments of ``attention``.
+    """Return the conditions, as clauses, that hold for the arguments of ``attention``.
 
     >>> import numpy as np
     >>> x = np.ones((1, 2, 1, 4))
@@ -44,21 +48,31 @@ def conditions(arguments: Mapping[str, Any]) -> frozenset[str]:
     shapes = (
         B > 1, H > 1, G > 1, G == 8, Lq == 1, 1 < Lq < Lk, Lq > Lk, Lk > 32, Dv != D,
     )  # fmt: skip
-    given = [arguments.get(name) is not None and arguments[name] is not False for name in OPTIONS]
+    options = (*OPTIONS, *ARRANGED)
+    given = [arguments.get(name) is not None and arguments[name] is not False for name in options]
     pairs = zip(OPPOSITES.items(), (*shapes, *given), strict=True)
     return frozenset(one if holds else other for (one, other), holds in pairs) - {""}
 
 
 def sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of a problem by name."""
+    """Return the sizes of a problem by name: B, H, H / Hkv, Lq, Lk, D and Dv."""
+    arguments = expanded(arguments)[0]
     (B, H, Lq, D), (_, Hkv, Lk, Dv) = arguments["q"].shape, arguments["v"].shape
     return {"B": B, "H": H, "H / Hkv": H // Hkv, "Lq": Lq, "Lk": Lk, "D": D, "Dv": Dv}
 
 
-def sizes_of_wrong(wrong: Sequence[Graded], right: Sequence[Graded]) -> str:
-    """Return a clause on sizes that holds for the wrong problems alone, else their names.
+def limits(wrong: Sequence[Graded], right: Sequence[Graded]) -> list[str]:
+    """Return conditions such as "Lk > 128", which hold for all wrong and no right problems."""
+    bad, good = ([sizes(p.arguments) for p in problems] for problems in (wrong, right))
+    most = {name: max((s[name] for s in good), default=0) for name in bad[0]}
+    return [f"{name} > {n}" for name, n in most.items() if min(s[name] for s in bad) > n]
 
-    It is a least size, one size, or a number that does not divide a size.
+
+def sizes_of_wrong(wrong: Sequence[Graded], right: Sequence[Graded]) -> str:
+    """Return a clause on the sizes that the wrong problems have and the right problems lack.
+
+    The clause gives a least size, one size, or a number that does not divide a size. If no such
+    clause is true, it gives the names of the first wrong problems.
     """
     bad, good = ([sizes(p.arguments) for p in problems] for problems in (wrong, right))
     for name in bad[0]:

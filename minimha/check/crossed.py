@@ -1,9 +1,10 @@
-"""Problems in which options and shapes meet: a function may forget one only beside another.
+"""Generate problems that combine options and shapes, since some bugs appear only in combinations.
 
-A crossing (conditions, forgotten) is covered by a problem if the conditions hold there, and a
-function that forgets the option gives an answer that rounding does not explain. ``shown`` computes
-this with the equations, in bfloat16, the coarsest dtype. ``rows`` chooses problems greedily, from
-what a function takes, so refused options leave no crossing of the others open.
+A switch is an option or a shape, which a problem has or lacks. A crossing is one condition or two,
+with an option that a function may forget where they hold. A problem covers a crossing if they hold,
+and if forgetting the option changes the answer by more than rounding. ``shown`` computes this with
+the equations, in bfloat16, the coarsest dtype. ``rows`` chooses problems greedily from the switches
+that a function takes. So crossings of these options are covered even if others are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.conditions import GROUPED, OPTIONS, conditions
+from minimha.check.conditions import ARRANGED, GROUPED, OPTIONS, conditions
 from minimha.check.prepared import Prepared
 from minimha.check.problems import Graded, _Draw, _kept
 from minimha.check.wrong_attention import deviate
@@ -51,14 +52,14 @@ LEAST = 0.02  # share of numbers that must differ
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes that a function takes.
+    """The sizes of the problems, which a function must be able to take.
 
     Attributes
     ----------
     unit : int, default 1
-        Divides the numbers of queries and of keys.
+        A divisor of the numbers of queries and of keys.
     D : int, default 8
-        Width of queries and keys.
+        The width of queries and keys.
     """
 
     unit: int = 1
@@ -70,7 +71,7 @@ PLAIN = Sizes()
 
 @lru_cache(maxsize=4096)
 def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
-    """Return the problem with these switches on; its numbers are drawn from ``seed``."""
+    """Return the problem with the switches ``on``, with numbers drawn from ``seed``."""
     B, (H, Hkv) = 3 if "batch" in on else 1, next((HEADS[h] for h in HEADS if h in on), (1, 1))
     Lk = (41 if "many keys" in on else 10) if sizes.unit == 1 else sizes.unit * 2
     Lk += sizes.unit if sizes.unit > 1 and "many keys" in on else 0
@@ -126,7 +127,7 @@ def _num_queries(on: Switches, sizes: Sizes, Lk: int) -> int:
 
 
 def _first_query(on: Switches, Lq: int, Lk: int, step: int) -> int:
-    """The position of the first query; no row sees no key."""
+    """Return the position of the first query, so that every query sees a key."""
     if Lq == Lk or "at the start" in on:
         return 0
     if "amid the keys" in on:
@@ -135,7 +136,7 @@ def _first_query(on: Switches, Lq: int, Lk: int, step: int) -> int:
 
 
 def _mask(given: Mapping[str, Any], rows: tuple[int, int], rng: np.random.Generator) -> Array:
-    """A mask that leaves each row three fifths of the keys it saw, and hides or shows others."""
+    """Return a mask that shows three fifths of each row's visible keys, and of its hidden keys."""
     x = Problem.of(**given)
     (B, H, Lq, _), Lk = x.q.shape, x.k.shape[2]
     visible = np.broadcast_to(x.visible(slice(0, Lq), slice(0, Lk)), (B, H, Lq, Lk))
@@ -151,7 +152,7 @@ def _mask(given: Mapping[str, Any], rows: tuple[int, int], rng: np.random.Genera
 
 
 def without(arguments: Mapping[str, Any], forgotten: str) -> dict[str, Any]:
-    """The arguments that a function computes with if it forgets an option or the grouping."""
+    """Return the arguments that a function uses if it forgets an option or the grouping."""
     given = dict(arguments)
     if forgotten == GROUPED:
         heads = np.arange(given["q"].shape[1]) % given["k"].shape[1]
@@ -164,7 +165,7 @@ def without(arguments: Mapping[str, Any], forgotten: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def shown(problem: Graded) -> frozenset[str]:
-    """What a function cannot forget on this problem without a wrong answer, in any dtype."""
+    """Return the options that a function must respect to answer this problem correctly."""
     given = problem.arguments
     x = Prepared(given, "bfloat16")
     right = deviate(x, {})
@@ -181,14 +182,18 @@ def shown(problem: Graded) -> frozenset[str]:
 
 
 def present(given: Mapping[str, Any]) -> set[str]:
-    """What a function could forget on a problem with these arguments."""
+    """Return the options that a problem has, among those that a function may forget."""
     is_grouped = given["k"].shape[1] != given["q"].shape[1]
     return {name for name in FORGOTTEN if name in given} | ({GROUPED} if is_grouped else set())
 
 
 def crossings(given: Mapping[str, Any], forgotten: Iterable[str]) -> set[Crossing]:
-    """The crossings of one condition, and of two about masks, with what may be forgotten."""
-    holding = sorted(conditions(given))
+    """Return the crossings of each ``forgotten`` option with conditions that ``given`` meets.
+
+    ``given`` has the arguments of a problem. A crossing has one condition. For an option that
+    concerns masks, or the grouping, it may also have two conditions about masks.
+    """
+    holding = sorted(c for c in conditions(given) if not c.startswith(ARRANGED))
     about_masks = [c for c in holding if c.startswith(MASKING)]
     found = set()
     for name in forgotten:
@@ -211,9 +216,9 @@ def rows(
     taken: Switches, sizes: Sizes = PLAIN, seed: int = 0,
     excluded: frozenset[Switches] = frozenset(),
 ) -> tuple[Switches, ...]:  # fmt: skip
-    """Choose sets of switches whose problems cover every crossing that any candidate covers.
+    """Choose sets of switches whose problems cover all crossings that can be covered.
 
-    ``taken`` are the switches to choose from; no set has all of one that is ``excluded``.
+    ``taken`` are the switches to choose from. No chosen set contains a set in ``excluded``.
     """
     pool = _candidates(taken, excluded)
     possible = {
@@ -240,7 +245,7 @@ def rows(
 
 @lru_cache(maxsize=32)
 def _candidates(taken: Switches, excluded: frozenset[Switches]) -> list[Switches]:
-    """Random sets of switches that exclude nothing, the same at each call."""
+    """Return random sets of switches that contain no excluded set, the same at each call."""
     rng = np.random.default_rng(1)
     found: dict[Switches, None] = {}
     for _ in range(CANDIDATES):
@@ -254,5 +259,5 @@ def _candidates(taken: Switches, excluded: frozenset[Switches]) -> list[Switches
 
 @lru_cache(maxsize=1)
 def alone() -> tuple[Switches, ...]:
-    """No switch, and each one with only what it needs to change a problem."""
+    """Return the empty set of switches, and each switch with those that it needs."""
     return (frozenset(), *(frozenset({s} | COMPANIONS.get(s, set())) for s in SWITCHES))

@@ -1,10 +1,10 @@
-"""A report as text, Markdown or HTML, all made of the same parts."""
+"""Format a report as text, Markdown or HTML, from the same parts."""
 
 from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Expected and returned numbers, shown side by side; cells that differ are marked."""
+    """Expected and returned numbers, shown side by side; ``differs`` marks wrong numbers."""
 
     expected: Sequence[Sequence[str]]
     got: Sequence[Sequence[str]]
@@ -48,7 +48,10 @@ Part = Heading | str | list[dict[str, str]] | Matrices  # a list is a table of r
 
 
 def as_text(report: Report, taken: int = 0) -> str:
-    """The report in lines of 80 characters; the first line is shorter by ``taken``."""
+    """Return the report as text in lines of 80 characters.
+
+    The first line is shorter by ``taken`` characters, for words that precede it.
+    """
     first, *others = parts(report)
     assert isinstance(first, str)
     verdict = _filled(first, taken)[taken:]
@@ -56,19 +59,19 @@ def as_text(report: Report, taken: int = 0) -> str:
 
 
 def as_markdown(report: Report) -> str:
-    """The report as a Markdown page; differing cells are bold."""
+    """Return the report as a Markdown page, with differing numbers in bold."""
     return "\n\n".join(_markdown(part) for part in parts(report)) + "\n"
 
 
 def as_html(report: Report) -> str:
-    """The report as one self-contained HTML file; differing cells are marked."""
+    """Return the report as a self-contained HTML page, with differing numbers marked."""
     body = "\n".join(_html(part) for part in parts(report))
     title = html.escape(printable(report.function))
     return PAGE.format(title=title, body=body)
 
 
 def parts(report: Report) -> Iterator[Part]:
-    """Yield the parts of a report: verdict, evidence, what to change, and each option."""
+    """Yield the parts of a report: verdict, evidence, what to change, and table of options."""
     yield " ".join(report.sentences)
     if report.alternatives:
         others = ", or ".join(" with ".join(names) for names in report.alternatives)
@@ -109,11 +112,21 @@ def _tried(report: Report) -> Iterator[dict[str, str]]:
         ("problems", f"{report.explains[1]} answered, {covers['refused']} refused, "
                      f"{covers['not_asked']} not asked; repeat them with seed {report.seed}"),
         ("options", f"{options} kinds of problem, those below that are not refused"),
+        ("packed, paged, functions", _states(covers["packed, paged, functions"])),
         ("crossings", crossings),
         ("sizes", "; ".join(ranges)),
         ("dtype", f"{report.dtype}; no other"),
     ):  # fmt: skip
         yield {"tried": what, "": how}
+
+
+def _states(covered: Mapping[str, str]) -> str:
+    """List options by their state: ``tried: block_table; refused: score_mod``."""
+    states = dict.fromkeys(covered.values())
+    return "; ".join(
+        f"{state}: {', '.join(name for name, its in covered.items() if its == state)}"
+        for state in states
+    )
 
 
 def _range(some: Sequence[int]) -> str:
@@ -164,7 +177,7 @@ def _differs(expected: NDArray[Any], got: NDArray[Any], bound: float) -> NDArray
 
 
 def _arguments(result: Result) -> str:
-    """Sizes and options: ``q (1, 1, 3, 4), k and v (1, 1, 5, 4), is_causal=True``."""
+    """Return sizes and options: ``q (1, 1, 3, 4), k and v (1, 1, 5, 4), is_causal=True``."""
     given, layer = result.problem.arguments, result.problem.layer
     if layer is not None:
         sizes = f"x {given['x'].shape}, num_heads={layer['num_heads']}"
@@ -262,7 +275,7 @@ def _piped(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _paired(part: Matrices, marked: Callable[[str], str]) -> list[list[str]]:
-    """Rows of expected and returned cells; ``marked`` formats those that differ."""
+    """Return rows of expected and returned cells; ``marked`` formats those that differ."""
     return [
         [*row, *(marked(cell) if bad else cell for cell, bad in zip(got, wrong, strict=True))]
         for row, got, wrong in zip(part.expected, part.got, part.differs, strict=True)

@@ -1,4 +1,4 @@
-"""A problem in float64, from which right and wrong attention are computed."""
+"""Convert a problem to float64, for computing attention with and without bugs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.check.expanded import expanded
 from minimha.equations.problem import Problem
 
 Array = NDArray[Any]
@@ -19,11 +20,11 @@ SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}  #
 
 
 class Impossible(ValueError):  # noqa: N818  (it states a fact about shapes)
-    """The deviation does not fit these shapes: a function with it would fail."""
+    """Raised if a bug needs other shapes: with these, a function that has it would fail."""
 
 
 class Prepared:
-    """A problem's arrays in float64, and numbers that most deviations do not change."""
+    """A problem's arrays in float64, and the intermediate results that most bugs do not change."""
 
     def __init__(
         self,
@@ -32,9 +33,10 @@ class Prepared:
         is_exact: bool = False,
         is_likely: bool = False,
     ) -> None:
-        options = {name: x for name, x in arguments.items() if name != "return_lse"}
+        self.arguments, self.dtype = arguments, dtype
+        self.given, self.place = expanded(arguments)
+        options = {n: x for n, x in self.given.items() if n not in ("return_lse", "score_mod")}
         self.problem = Problem.of(**options)
-        self.given = arguments
         self.is_likely = is_likely  # bounds hold for independent roundings, not for any
         self.extra = 0.0  # relative error of q, k and v that were rounded before
         self.unit, self.smallest, self.is_exact = UNITS[dtype], SMALLEST[dtype], is_exact
@@ -56,16 +58,19 @@ class Prepared:
         self.bias = None if biases is None else biases.astype(np.float64)
 
     def summed(self, n: int, more: int) -> float:
-        """The relative error of a sum of n terms in float32, and of ``more`` roundings."""
+        """Return a bound on the relative error of a float32 sum of n terms.
+
+        It is the likely bound or the worst case, which includes ``more`` further roundings.
+        """
         return FLOAT32 * (2 * n**0.5 + 8 if self.is_likely else n + more)
 
     @cached_property
     def heads(self) -> Array:
-        """The key/value head that each query head reads, (H,)."""
+        """Return the index of the key/value head that each query head reads, (H,)."""
         return np.asarray(np.arange(self.H) // (self.H // self.Hkv))
 
     @cached_property
     def products(self) -> tuple[Array, Array]:
-        """Q Kᵀ and |Q| |K|ᵀ."""
+        """Return Q Kᵀ and |Q| |K|ᵀ, each of shape (B, H, Lq, Lk)."""
         K = self.k[:, self.heads].swapaxes(-1, -2)
         return np.asarray(self.q @ K), np.asarray(abs(self.q) @ abs(K))

@@ -1,9 +1,9 @@
-"""Graded problems: from one head without options to numbers that 16 bits cannot hold.
+"""Generate graded problems: from one head without options to numbers that 16 bits cannot hold.
 
-Each problem uses as few options as possible, and no two of its sizes are equal by chance. Problems
-about positions or masks come with a square variant, for functions that require Lq = Lk. Numbers are
-small multiples of 1/16, which 16 bits hold exactly, so problems are the same in every dtype. Only
-problems about precision have other numbers.
+Each problem uses as few options as possible, and its sizes are equal only if the problem needs it.
+Problems about positions or masks come with a square variant, for functions that require Lq = Lk.
+Numbers are small multiples of 1/16, which 16 bits hold exactly, so problems are the same in every
+dtype. Only problems about precision have other numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ MANY = 301  # keys: not divisible by any usual block size
 
 @dataclass(frozen=True, eq=False)
 class Graded:
-    """One graded problem."""
+    """A graded problem: arguments for attention or a layer, and the behaviour that they show.
+
+    ``layer`` has the constructor's arguments of a layer, and ``chunks`` the number of tokens of
+    each of its calls with a cache. ``family`` is "" if the numbers are the same in each run.
+    """
 
     name: str  # for example "causal, more keys than queries"
     arguments: Mapping[str, Any]  # those of ``minimha.attention``; arrays are float32
@@ -38,20 +42,20 @@ class Graded:
     is_exact: bool = False  # scores, scaled or not, are representable in the dtype
     layer: Mapping[str, Any] | None = None  # the constructor's arguments of a layer
     chunks: tuple[int, ...] = ()  # the number of tokens of each call with a cache
-    family: str = ""  # "alone", "crossed" or "sized" if drawn anew in each run
+    family: str = ""  # "alone", "crossed" or "sized" if each run draws new numbers
 
     @property
     def options(self) -> dict[str, Any]:
-        """The optional arguments of the call and of the layer, and the chunks as ``cache``."""
+        """Return the optional arguments of the call and the layer; chunks, if any, as ``cache``."""
         given = {**self.arguments, **(self.layer or {})}
         options = {name: x for name, x in given.items() if name not in REQUIRED}
         return {**options, "cache": self.chunks} if self.chunks else options
 
 
 def graded(dtype: str = "float32") -> list[Graded]:
-    """Return the problems, the same at each call, with numbers representable in ``dtype``.
+    """Return the graded problems, from simple to hard, with numbers that ``dtype`` holds exactly.
 
-    They are computed once, and their arrays are read-only.
+    All calls return the same problems. Their arrays are read-only.
 
     >>> problem = graded()[0]
     >>> problem.name, problem.arguments["q"].shape
@@ -102,7 +106,7 @@ def _has_exact_scores(problem: Graded, dtype: str) -> bool:
 
 
 def _is_representable(x: Array, dtype: str) -> bool:
-    """Whether ``dtype`` represents every finite number of ``x`` exactly."""
+    """Return whether ``dtype`` represents every finite number of ``x`` exactly."""
     x = x[np.isfinite(x)].astype(np.float64)
     mantissa = np.frexp(x)[0] * 2.0 ** SIGNIFICANT_BITS[dtype]
     return bool((mantissa == np.round(mantissa)).all() and abs(x).max(initial=0) <= LARGEST[dtype])
@@ -115,7 +119,7 @@ class _Draw:
         self.rng = np.random.default_rng(crc32(name.encode()))
 
     def numbers(self, *shape: int, spread: float = 1) -> Array:
-        """Normal numbers, rounded to multiples of 1/16 with 7 bits."""
+        """Return normal random numbers, rounded to multiples of 1/16 with 7 bits."""
         x = np.clip(self.rng.normal(size=shape) * spread, -7.9, 7.9)
         return (np.round(x * 16) / 16).astype(np.float32)
 
@@ -123,13 +127,13 @@ class _Draw:
         self, B: int = 1, H: int = 1, Lq: int = 5, Lk: int = 7, D: int = 4, Dv: int | None = None,
         Hkv: int | None = None, spread: float = 1,
     ) -> dict[str, Array]:  # fmt: skip
-        """Queries, keys and values."""
+        """Return random queries, keys and values of the given sizes."""
         Hkv = H if Hkv is None else Hkv
         q, k = self.numbers(B, H, Lq, D, spread=spread), self.numbers(B, Hkv, Lk, D, spread=spread)
         return {"q": q, "k": k, "v": self.numbers(B, Hkv, Lk, D if Dv is None else Dv, spread=1.75)}
 
     def mask(self, *shape: int) -> Array:
-        """A mask in which every query sees a key and misses one."""
+        """Return a random mask in which every query sees a key and misses another."""
         mask = self.rng.random(shape) < 0.6
         Lq, Lk = shape[-2:]
         i = np.arange(Lq)
@@ -142,12 +146,12 @@ def _problem(name: str, shows: str, arguments: Mapping[str, Any], **options: Any
 
 
 def _drawn(name: str, shows: str, sizes: Mapping[str, Any], **options: Any) -> Graded:
-    """A problem with random queries, keys and values; ``sizes`` are the arguments of ``qkv``."""
+    """Return a problem with random numbers; ``sizes`` are the arguments of ``qkv``."""
     return _problem(name, shows, _Draw(name).qkv(**sizes), **options)
 
 
 def _chosen(name: str, shows: str, q: Any, k: Any, v: Any, **options: Any) -> Graded:
-    """A problem of one head; a single query is repeated once per key if there are few keys."""
+    """Return a problem of one head; a single query is repeated once per key, if keys are few."""
     if len(q) == 1 and len(k) < 10:
         q = np.repeat(q, len(k), axis=0)
     rows = {n: np.array(x, np.float32)[None, None] for n, x in (("q", q), ("k", k), ("v", v))}
@@ -230,9 +234,10 @@ def _causal() -> Iterator[Graded]:
 
 
 def _low_scores(name: str, shows: str, visible: Array, **options: Any) -> Graded:
-    """A problem with scores of -160 or -162 for visible keys, 0 for hidden ones, exact in 16 bits.
+    """Return a problem whose visible keys have scores of -160 or -162, and hidden keys 0.
 
-    A fill of -10, or -100 added to the scores, leaves hidden keys far above the visible ones.
+    16 bits hold these scores. A fill of -10, or -100 added to the scores, leaves hidden keys far
+    above the visible ones.
     """
     rows, keys = np.indices(visible.shape)
     scores = np.where(visible, -160 - 2 * ((rows + keys) % 3 == 0), 0)
@@ -251,6 +256,8 @@ def _windows() -> Iterator[Graded]:
         "window, more keys than queries", "where a window stands", {"Lq": 4, "Lk": 10},
         window_size=(2, 1), q_offset=3,
     )  # fmt: skip
+    yield _drawn("window without a past", "a side of 0", square, window_size=(0, 2))
+    yield _drawn("window without a future", "a side of 0", square, window_size=(2, 0))
     yield _drawn("window on the left", "a side without a limit", square, window_size=(2, None))
     shows = "which keys each query sees: V = I"
     yield _drawn("window weights", shows, EIGHT, v=_identity(8), window_size=(2, 1))
@@ -353,6 +360,11 @@ def _rows_that_see_nothing() -> Iterator[Graded]:
     yield _problem("bias that hides rows", "rows that see nothing", inputs, attn_bias=bias)
     sizes = {"B": 2, "H": 2}
     yield _drawn("no keys", "rows that see nothing", sizes, kv_lengths=np.array([0, 4]))
+    sink = _Draw("no keys but a sink").numbers(2)
+    yield _drawn(
+        "no keys but a sink", "the log-sum-exp of rows that see nothing", sizes,
+        kv_lengths=np.array([0, 4]), sinks=sink, return_lse=True,
+    )  # fmt: skip
     draw = _Draw("causal, before the keys")
     square = draw.qkv(H=2, Lq=6, Lk=6)
     shows = "rows that see nothing"
@@ -396,6 +408,17 @@ def _wide_ranges() -> Iterator[Graded]:
         [[32, 0, 0, 0], [0, 32, 0, 0], [16, 16, 0, 0]],
         [[-64, -63.75, 0, 0], [-64, -64, 0, 0], [-63.75, -64, 0, 0]], v,
     )  # fmt: skip
+    hiding: dict[str, dict[str, Any]] = {
+        "mask": {"attn_mask": np.array([[True, True, False]] * 3)},
+        "length": {"kv_lengths": np.array([2])},
+        "causality": {"is_causal": True},
+    }
+    for name, given in hiding.items():
+        yield _chosen(
+            f"a score of 1024 hidden by {name}", "a maximum of visible keys alone",
+            [[32, 0, 0, 0], [0, 32, 0, 0], [16, 16, 0, 0]],
+            [[0.0625, 0, 0, 0], [0, 0.125, 0, 0], [64, 64, 0, 0]], v, **given,
+        )  # fmt: skip
 
 
 def _many_keys() -> Iterator[Graded]:
@@ -411,6 +434,7 @@ def _many_keys() -> Iterator[Graded]:
         yield _problem(name, "blocks of keys", x)
     few, shows = {"Lq": 3, "Lk": MANY}, "where blocks of keys begin and end"
     yield _drawn(f"causal, {MANY} keys", shows, few, is_causal=True, q_offset=298)
+    yield _drawn(f"causal, amid {MANY} keys", shows, few, is_causal=True, q_offset=105)
     yield _drawn(f"window, {MANY} keys", shows, few, window_size=(70, 0), q_offset=298)
     lengths = np.array([65, 130, 290])
     yield _drawn(f"lengths, {MANY} keys", shows, {"B": 3, **few}, kv_lengths=lengths)
@@ -495,7 +519,7 @@ def _layer(
     E: int | None = None, has_biases: bool = False, chunks: tuple[int, ...] = (),
     call: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None,
 ) -> Graded:  # fmt: skip
-    """A problem for a layer of width E, by default H · D; ``more`` are constructor arguments."""
+    """Return a problem for a layer of width E, by default H · D."""
     draw, groups, width = _Draw(name), H if Hkv is None else Hkv, H * D if E is None else E
     shapes = {"q": (width, H * D), "k": (width, groups * D), "v": (width, groups * D)}
     shapes["o"] = H * D, width

@@ -1,4 +1,4 @@
-"""The report on a checked function: its fields, and its sentences."""
+"""Report on a checked function: the fields and the sentences of a report."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from minimha.check.answer import MISSING, NOT_ASKED
-from minimha.check.catalogue import DEVIATIONS, Deviation
+from minimha.check.catalogue import DEVIATIONS
 from minimha.check.conditions import sizes
 from minimha.check.crossed import crossings, present, shown
+from minimha.check.deviation import Deviation
+from minimha.check.expanded import ARRANGING
 from minimha.check.translation import DIALECTS
 from minimha.check.verdict import Findings, Result, Verdict
 
@@ -29,10 +31,10 @@ class Report:
     function, speaks, dtype : str
         The arguments of ``check``.
     verdict : {"right", "differs", "wrong", "cannot tell"}
-        "differs" if all deviations are harmless ones, such as a NaN that leaks from a hidden key.
-        Also "right" if all are conventions of the library ``speaks``.
+        "differs" if all bugs found are harmless, such as a NaN that leaks from a hidden key.
+        "right" also if all are conventions of the library ``speaks``.
     deviations : tuple of str
-        Identifiers of the smallest set that explains most problems.
+        The identifiers of the bugs: the smallest set that explains most problems.
     alternatives : tuple of tuple of str
         Other sets that explain equally many problems.
     explains : pair of int
@@ -40,16 +42,17 @@ class Report:
     refused : tuple of str
         Options that the function does not take.
     readings : tuple of dict
-        ``name``, ``value`` and ``fit`` of facts that its outputs show.
+        ``name``, ``value`` and ``fit`` of each fact that the function's outputs show.
     problems : tuple of dict
         ``name``, ``options``, ``error`` (None without an output), ``is_right`` and ``is_refused``
         of each problem.
     covers : dict
-        What was tried, and what was not: ``options``, ``crossings`` (how many pairs of a
-        condition and an option would have shown that it is ignored there, and how many there are;
-        only if nothing is wrong), ``sizes``, ``refused`` and ``not_asked``.
+        What was tried, and what was not: ``options``, ``crossings``, ``sizes``, ``refused`` and
+        ``not_asked``. ``packed, paged, functions`` maps each of these options to "tried", "refused"
+        or "not asked". ``crossings`` counts pairs of a condition and an option that may be ignored
+        there: those that were tried, and all. It exists only if no bug was found.
     seed : int
-        Repeats the numbers of this report's problems.
+        Pass it to ``check`` to repeat the numbers of this report's problems.
     conventions : tuple of str
         A clause about each deviation that is a convention of the library ``speaks``.
     findings : Findings
@@ -75,7 +78,7 @@ class Report:
     def of(
         cls, findings: Findings, function: str, speaks: str, dtype: str, seed: int = 0
     ) -> Report:
-        """The report on ``findings``."""
+        """Return the report on ``findings``."""
         own = DIALECTS[speaks].conventions
         conventions = tuple(own[name] for name in findings.deviations if name in own)
         explained, taken = findings.explains
@@ -108,7 +111,10 @@ class Report:
         )
 
     def to_json(self) -> str:
-        """All fields but ``conventions`` and ``findings`` as JSON; infinite errors are strings."""
+        """Return the fields as JSON, without ``conventions`` and ``findings``.
+
+        Infinite errors are strings.
+        """
         record = {f.name: getattr(self, f.name) for f in fields(self)[:-2]}
         record["conditions"] = dict(self.findings.conditions)
         return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
@@ -117,14 +123,14 @@ class Report:
         return " ".join(self.sentences)
 
     def passes(self, *, strict: bool = False) -> bool:
-        """Whether the verdict is "right", or it is "differs" and ``strict`` is False."""
+        """Return whether the verdict is "right", or "differs" if ``strict`` is False."""
         return self.verdict == "right" or (self.verdict == "differs" and not strict)
 
     @property
     def failure(self) -> str | None:
-        """A sentence on why outputs cannot be compared, or are missing; None if most are compared.
+        """Return why most outputs cannot be compared, as a sentence, or None if they can.
 
-        Most outputs must have the right shape: with swapped axes of equal size, a few have it too.
+        Most outputs must have the right shape. A few have it by chance, if swapped axes are equal.
         """
         answers = [r.answer for r in self.findings.results if r.answer.refusal is None]
         misshapen = [answer for answer in answers if "wrong_shape" in answer.faults]
@@ -136,7 +142,7 @@ class Report:
 
     @property
     def _missing(self) -> str | None:
-        """A sentence about missing answers; None if there are none."""
+        """Return a sentence about missing answers, or None if there are none."""
         results = self.findings.results
         names = [r.problem.name for r in results if r.answer.refusal == MISSING]
         if not names:
@@ -150,7 +156,7 @@ class Report:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The verdict and its evidence, or why there is no verdict."""
+        """Return the verdict and its evidence, or why there is no verdict."""
         explained, taken = self.explains
         if self.failure is not None:
             return (f"{self.failure.rstrip('.')}.",)
@@ -186,7 +192,7 @@ class Report:
         return (*found, f"{self._missing}.") if self._missing else found
 
     def change(self, deviation: Deviation) -> str:
-        """Return a sentence on what to change."""
+        """Return a sentence on what to change in the function to remove ``deviation``."""
         if deviation.identifier == "wrong_shape" and self._lse_note:
             return "Return (output, log-sum-exp), and nothing else in its place."
         return deviation.change
@@ -206,7 +212,7 @@ class Report:
 
     @property
     def _lse_note(self) -> str:
-        """The note on a log-sum-exp of the wrong shape, if every output has the right shape."""
+        """Return the note on the shape of the log-sum-exp, if only that shape is wrong."""
         wrong = [r for r in self.findings.results if "wrong_shape" in r.answer.faults]
         outputs = [r.answer.output for r in wrong]
         is_lse = all(
@@ -217,9 +223,11 @@ class Report:
 
     @property
     def smallest(self) -> Result | None:
-        """The failing problem with the fewest scores and options, of those with outputs if any.
+        """Return the failing problem that is easiest to debug, or None if no problem fails.
 
-        Graded problems come first, and those that only differ last.
+        Wrong answers precede harmless differences. Then outputs of the right shape precede missing
+        or misshapen ones. Then problems with the same numbers in each run (``family`` is "")
+        precede others. Of equals, a problem with the fewest scores, then options, is returned.
         """
         failing = [
             (result.only_differs,
@@ -232,7 +240,7 @@ class Report:
         return self.findings.results[min(failing)[-1]] if failing else None
 
     def conformance(self) -> list[dict[str, str]]:
-        """Return one record per option: right, refused or deviates, and how."""
+        """Return a table of the options: whether each is right, refused or deviates, and how."""
         results = self.findings.results
         names = {name: None for result in results for name in features(result)}
         right = {name for r in results if r.is_right for name in features(r)}
@@ -280,7 +288,7 @@ GATHERED = {  # the row of the table for each argument of a layer
 
 
 def _rows(identifier: str) -> tuple[str, ...]:
-    """The rows of the conformance table that a deviation belongs to."""
+    """Return the rows of the conformance table that a deviation belongs to."""
     deviation = DEVIATIONS.get(identifier)
     if deviation is None:
         return ()
@@ -290,7 +298,7 @@ def _rows(identifier: str) -> tuple[str, ...]:
 
 
 def features(result: Result) -> list[str]:
-    """The rows of the conformance table that a problem belongs to."""
+    """Return the rows of the conformance table that a problem belongs to."""
     arguments = result.problem.arguments
     found = dict.fromkeys(GATHERED.get(name, name) for name in options_of(result))
     if result.problem.layer is None:
@@ -304,13 +312,13 @@ def features(result: Result) -> list[str]:
 
 
 def options_of(result: Result) -> Mapping[str, Any]:
-    """The options that a problem uses, without None and False."""
+    """Return the options of a problem, without those that are None or False."""
     options = result.problem.options
     return {n: x for n, x in options.items() if x is not None and x is not False}
 
 
 def _covers(findings: Findings) -> dict[str, Any]:
-    """What the function's answers cover, and which problems it did not answer."""
+    """Return what the function's answers cover, and which problems it did not answer."""
     tried = [r for r in findings.results if r.answer.output is not None]
     every = [r.problem.arguments for r in tried if r.problem.layer is None]
     names = [name for result in tried for name in features(result)]
@@ -326,9 +334,21 @@ def _covers(findings: Findings) -> dict[str, Any]:
         found["crossings"] = [len(covered), len(possible)]
     ranges = [sizes(given) for given in every]
     found["sizes"] = {n: sorted({s[n] for s in ranges}) for n in (ranges[0] if ranges else ())}
+    found["packed, paged, functions"] = _arranging(findings)
     found["refused"] = sum(_is_refused(r) for r in findings.results)
     found["not_asked"] = sum(r.answer.is_unasked for r in findings.results)
     return found
+
+
+def _arranging(findings: Findings) -> dict[str, str]:
+    """Return whether each option was tried that is not among the graded ones."""
+    states = {}
+    for name in ARRANGING:
+        asked = [r for r in findings.results if name in r.problem.arguments]
+        asked = [r for r in asked if not r.answer.is_unasked]
+        is_taken = any(r.answer.refusal is None for r in asked)
+        states[name] = "tried" if is_taken else "refused" if asked else NOT_ASKED
+    return states
 
 
 def _record(result: Result) -> dict[str, Any]:
@@ -343,6 +363,8 @@ def _record(result: Result) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if callable(value):  # one of the problems' functions
+        return value.__name__
     if not isinstance(value, np.ndarray):
         return value.item() if isinstance(value, np.generic) else value
     if value.size <= MOST_LISTED and value.ndim < 2:
@@ -351,12 +373,12 @@ def _plain(value: Any) -> Any:
 
 
 def _is_refused(result: Result) -> bool:
-    """Whether the function was called and did not take the problem."""
+    """Return whether the function was called and did not take the problem."""
     return result.answer.refusal is not None and not result.answer.is_unasked
 
 
 def _refused(findings: Findings) -> tuple[str, ...]:
-    """The refused options, without those of problems that failed or were not asked."""
+    """Return the refused options, without those of problems that failed or were not asked."""
     silent = [r for r in findings.results if r.answer.output is None]
     refused = {name for r in silent if _is_refused(r) for name in r.problem.options}
     failed = {name for r in silent if r.answer.refusal is None for name in r.problem.options}
@@ -365,7 +387,7 @@ def _refused(findings: Findings) -> tuple[str, ...]:
 
 
 def _without_lse(findings: Findings) -> tuple[str, ...]:
-    """``return_lse``, if no output came with the requested log-sum-exp."""
+    """Return ``return_lse`` in a tuple if no output came with the requested log-sum-exp."""
     asked = [
         result.answer for result in findings.results
         if result.problem.arguments.get("return_lse") and result.answer.output is not None
@@ -375,7 +397,7 @@ def _without_lse(findings: Findings) -> tuple[str, ...]:
 
 
 def _num_scores(result: Result) -> int:
-    """The number of scores in a problem; in a layer every token sees every token."""
+    """Return the number of scores in a problem; in a layer every token sees every token."""
     given = result.problem.arguments
     if result.problem.layer is None:
         return int(np.prod(given["q"].shape[:-1])) * int(given["k"].shape[-2])

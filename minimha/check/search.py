@@ -1,9 +1,11 @@
-"""Searches for the smallest set of deviations that explains the answers.
+"""Search for the smallest set of known bugs (deviations) that explains a function's answers.
 
 A function with a set of deviations answers every problem as the deviated equations do. The search
 starts from no deviation. It takes the first problem whose answer contradicts the current set, and
 adds each deviation, or pair, that explains that answer. So it follows the evidence, and need not
 try all sets. It keeps the sets that the fewest answers contradict.
+
+An item is a deviation with a value, such as a block size. A hypothesis is a set of items.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,12 +22,14 @@ from numpy.typing import NDArray
 
 from minimha.check.answer import Answer
 from minimha.check.catalogue import DEVIATIONS
-from minimha.check.conditions import USUAL, conditions
+from minimha.check.compared import Fit, compare
+from minimha.check.conditions import USUAL, conditions, limits, sizes
+from minimha.check.expanded import ARRANGING, expanded
 from minimha.check.fitted import fitted
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.problems import Graded
-from minimha.check.rounding import FORMATS, rounded
-from minimha.check.wrong_attention import HIDDEN_ROWS, Deviated, deviate
+from minimha.check.visible import KINDS
+from minimha.check.wrong_attention import HIDDEN_ROWS, LEAKS, Deviated, deviate
 from minimha.check.wrong_layer import PreparedLayer, deviate_layer
 
 Array = NDArray[Any]
@@ -39,69 +43,54 @@ MARGIN = 3  # a followed hypothesis has at most this many more contradictions th
 TRIED = 6  # the most contradicting problems to look at, besides exact ones
 TARGETS = 2  # the search stops looking after explaining this many problems
 BRANCHES = 24  # the most hypotheses that grow from one
+FEW = 4  # answers that one deviation may leave unexplained before pairs are tried
 SAMPLE = 10  # the number of problems by which hypotheses are ranked
 SHARE = 0.5  # the least share of wrong answers that a named set must explain
 NEARLY_ALL = 0.95  # the least share of all answers, for a set with lost precision
 MOST_CONDITIONAL = 3  # deviations under conditions that one function may have
-FEW_SCORES = 1 << 16  # scores of a problem whose arrays are kept
-MOST_FITS = 5_000  # no new set is tried after this many comparisons
+FEW_SCORES = 1 << 17  # scores of a problem whose arrays are kept
+MOST_FITS = 20_000  # no new set is tried after this many comparisons
 NONE: Hypothesis = frozenset()
-KINDS = {  # the options that hide keys, by their name in deviations of hiding
-    "mask": {"attn_mask"},
-    "positions": {"is_causal", "window_size"},
-    "lengths": {"kv_lengths"},
-}
-
-
-@dataclass(frozen=True, eq=False)
-class Fit:
-    """The comparison of an answer with a prediction."""
-
-    is_explained: bool
-    # A pair for the output, and one for the log-sum-exp if compared: where the answer differs from
-    # the prediction, and where the prediction allows any number. Empty if the shapes differ.
-    wrong: tuple[tuple[Array, Array], ...] = ()
-    error: float = np.inf  # the largest difference
-    bound: float = 0.0  # the largest difference that rounding explains
-
-    @property
-    def is_mute(self) -> bool:
-        """Whether the prediction allows any answer."""
-        return all(bool(is_free.all()) for _, is_free in self.wrong)
-
-    def tells_more_than(self, other: Fit) -> bool:
-        """Whether this fit predicts, not merely allows, a number that ``other`` gets wrong."""
-        if not other.wrong or not self.wrong:
-            return self.is_explained and not self.is_mute
-        pairs = zip(self.wrong, other.wrong, strict=False)
-        return self.is_explained and any(
-            there.shape != is_free.shape or bool((there & ~is_free).any())
-            for (_, is_free), (there, _) in pairs
-        )
 
 
 class Known:
-    """One graded problem, and the answers of functions with any set of deviations.
+    """One graded problem, with the answers that functions with known bugs would give.
 
-    Predictions for one deviation, or none, are kept for the next function.
+    Predictions for at most one deviation are cached for the next function; of a large problem only
+    the right answer.
     """
 
     def __init__(self, problem: Graded, dtype: str) -> None:
         self.graded, self.dtype = problem, dtype
-        self.length = problem.arguments["x" if problem.layer else "k"].shape[-2]
-        self.options = set(problem.options) | set(problem.layer or ())
+        plain = problem.arguments if problem.layer else expanded(problem.arguments)[0]
+        self.length = plain["x" if problem.layer else "k"].shape[-2]
+        self.options = set(problem.options) | set(problem.layer or ()) | {*plain} - {"q_offset"}
         self.conditions = frozenset() if problem.layer else conditions(problem.arguments)
+        self.sizes = {} if problem.layer else sizes(problem.arguments)
+        self.has_nan = not problem.layer and bool(
+            np.isnan(problem.arguments["k"]).any() or np.isnan(problem.arguments["v"]).any()
+        )
         self.asks_lse = bool(problem.arguments.get("return_lse"))
         self._predicted: dict[Hypothesis, Deviated | None] = {}
         self._kinds: list[list[Item]] | None = None
 
+    @cached_property
+    def is_mild(self) -> bool:
+        """Whether the problem has NaN, or queries that see no key: most libraries fail there."""
+        x = None if self.graded.family else self._prepared
+        return self.has_nan or (isinstance(x, Prepared) and bool(x.sees_nothing.any()))
+
+    @property
+    def num_scores(self) -> int:
+        """Return the number of scores, 0 for a layer."""
+        rows = () if self.graded.layer else self.graded.arguments["q"].shape[:3]
+        return int(np.prod(rows)) * self.length if rows else 0
+
     @property
     def prepared(self) -> Prepared | PreparedLayer:
-        """The arguments in float64."""
-        if self.graded.layer is None:
-            rows = int(np.prod(self.graded.arguments["q"].shape[:3]))
-            if rows * self.length > FEW_SCORES:
-                return _prepared(self.graded, self.dtype)
+        """Return the problem's arguments in float64."""
+        if self.num_scores > FEW_SCORES:
+            return _prepared(self.graded, self.dtype)
         return self._prepared
 
     @cached_property
@@ -110,8 +99,14 @@ class Known:
             return PreparedLayer(self.graded, self.dtype)
         return Prepared(self.graded.arguments, self.dtype, self.graded.is_exact)
 
+    def holds(self, condition: str) -> bool:
+        """Return whether a condition holds, which may be a size such as "Lk > 128"."""
+        name, _, least = condition.partition(" > ")
+        is_larger = least.isdigit() and self.sizes.get(name, 0) > int(least)
+        return condition in self.conditions or is_larger
+
     def relevant(self, hypothesis: Iterable[Item]) -> Hypothesis:
-        """The deviations of a set that may change the answer.
+        """Return the items of a hypothesis that may change the answer to this problem.
 
         Values with the same effect on this problem become one. If there are six keys, blocks of 16
         and of 32 keys have the same effect.
@@ -120,9 +115,12 @@ class Known:
         return frozenset(item for item in items if item is not None)
 
     def usual(self, item: Item) -> Item | None:
-        """The item that stands for all with its effect on this problem; None without effect."""
+        """Return the representative of the items with the same effect on this problem as ``item``.
+
+        Returns None if ``item`` has no effect.
+        """
         name, value, *where = item
-        if where and not where[0] <= self.conditions:
+        if where and not all(map(self.holds, where[0])):
             return None
         item = name, value
         needs = DEVIATIONS[name].needs
@@ -144,7 +142,7 @@ class Known:
         return item
 
     def predicted(self, hypothesis: Iterable[Item]) -> Deviated | None:
-        """The predicted answer under the deviations; None if they do not fit the shapes."""
+        """Return the answer that a hypothesis predicts, or None if the shapes exclude it."""
         key = self.relevant(hypothesis)
         if key in self._predicted:
             return self._predicted[key]
@@ -152,12 +150,12 @@ class Known:
             prediction = _deviate(self.prepared, dict(key))
         except Impossible:
             prediction = None
-        if len(key) <= 1:
+        if not key or (len(key) == 1 and self.num_scores <= FEW_SCORES):
             self._predicted[key] = prediction
         return prediction
 
     def kinds(self) -> list[list[Item]]:
-        """The items that change the answer, grouped by their effect."""
+        """Return the items that change the answer, in groups of equal effect."""
         if self._kinds is None:
             right = _fingerprint(self.predicted(NONE))
             kinds: dict[Any, list[Item]] = {}
@@ -178,10 +176,13 @@ def _prepared(problem: Graded, dtype: str) -> Prepared:
     return Prepared(problem.arguments, dtype, problem.is_exact)
 
 
-@lru_cache(maxsize=2048)
 def known(problem: Graded, dtype: str) -> Known:
-    """The problem with its predictions, which the next function finds again."""
-    return Known(problem, dtype)
+    """Return the ``Known`` of a problem, cached with its predictions for the next function."""
+    return (_sized if problem.family == "sized" else _small)(problem, dtype)
+
+
+_small = lru_cache(maxsize=2048)(Known)
+_sized = lru_cache(maxsize=64)(Known)  # about those of one function; their answers are large
 
 
 def _deviate(prepared: Prepared | PreparedLayer, deviations: Mapping[str, Any]) -> Deviated:
@@ -191,62 +192,16 @@ def _deviate(prepared: Prepared | PreparedLayer, deviations: Mapping[str, Any]) 
 
 
 def all_items() -> list[Item]:
-    """Every deviation with each of its values."""
+    """Return every deviation with each of its values, as items."""
     return [(d.identifier, value) for d in DEVIATIONS.values() for value in d.values]
 
 
 def _fingerprint(prediction: Deviated | None) -> Any:
-    """A hashable value that is equal for equal predictions."""
+    """Return a hashable value that is equal for equal predictions."""
     if prediction is None:
         return None
     p = prediction
     return tuple(x.tobytes() for x in (p.output, p.lse, p.is_free, p.is_lse_free, *p.others))
-
-
-def compare(
-    answer: Answer, prediction: Deviated | None, asks_lse: bool, rounded_to: str | None = None
-) -> Fit:
-    """Compare an answer with a prediction, within the bounds of rounding.
-
-    ``rounded_to`` is the format that the output was rounded to, if coarser than its dtype.
-    """
-    if prediction is None or answer.output is None:
-        return Fit(False)
-    p, got = prediction, np.asarray(answer.output, np.float64)
-    if got.shape != p.output.shape:
-        return Fit(False)
-    with np.errstate(all="ignore"):
-        bound = p.bound
-        if rounded_to is not None:
-            bits, exponent = FORMATS[rounded_to]
-            size = np.where(np.isfinite(p.output), abs(p.output), 0)
-            bound = bound + 2.0**-bits * size + 2.0 ** (2 - exponent - bits)
-        near = _near(got, p.output, bound) | p.is_free
-        for other in p.others:
-            near |= _near(got, other, bound)
-        if rounded_to is not None:  # numbers beyond its range became infinite
-            near |= np.isinf(got) & (got == rounded(p.output, bits, exponent))
-        wrong, error = [(~near, p.is_free)], _distance(got, p.output)
-        if asks_lse and answer.lse is not None:
-            L = np.asarray(answer.lse, np.float64)
-            if L.shape != p.lse.shape:
-                return Fit(False)
-            wrong.append((~(_near(L, p.lse, p.lse_bound) | p.is_lse_free), p.is_lse_free))
-            error = max(error, _distance(L, p.lse))
-    largest = float(np.nan_to_num(p.bound).max(initial=0))
-    return Fit(not any(where.any() for where, _ in wrong), tuple(wrong), error, largest)
-
-
-def _near(got: Array, wanted: Array, bound: Array) -> Array:
-    near = (abs(got - wanted) <= bound) | (got == wanted)
-    return np.asarray(near | (np.isnan(got) & np.isnan(wanted)))
-
-
-def _distance(got: Array, wanted: Array) -> float:
-    """The largest difference; infinite if only one of two numbers is finite."""
-    same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
-    difference = np.where(same, 0, abs(got - wanted))
-    return float(np.where(np.isnan(difference), np.inf, difference).max(initial=0))
 
 
 @dataclass
@@ -270,7 +225,8 @@ class Search:
         families = [self.known[n].graded.family for n in self.taken]
         first = next((f for f in ("", "alone", "crossed") if f in families), "")
         # A set is searched for in these, and must hold in all.
-        self.plain = [n for n, f in zip(self.taken, families, strict=True) if f == first]
+        plain = [n for n, f in zip(self.taken, families, strict=True) if f == first]
+        self.plain = [n for n in plain if not self.known[n].is_mild] or plain
         self.fitted = fitted([x.graded for x in self.known], self.answers)
 
     def fit(self, n: int, hypothesis: Iterable[Item]) -> Fit:
@@ -282,12 +238,19 @@ class Search:
         return self._fits[key]
 
     def contradicted(self, hypothesis: Hypothesis, *, in_all: bool = False) -> list[int]:
-        """The plain problems, or all, whose answers these deviations do not explain."""
+        """Return the indices of problems whose answers the hypothesis does not explain.
+
+        Without ``in_all``, only the graded problems count, or the next ``family`` of problems if
+        the function takes none of the graded ones.
+        """
         problems = self.taken if in_all else self.plain
         return [n for n in problems if not self.fit(n, hypothesis).is_explained]
 
     def run(self) -> list[Hypothesis]:
-        """The smallest sets that the fewest answers contradict; [∅] if no set helps."""
+        """Search, and return the smallest supported hypotheses that the fewest answers contradict.
+
+        If none is better than the empty hypothesis, the result is only that one.
+        """
         found: dict[Hypothesis, int] = {NONE: len(self.contradicted(NONE))}
         beam, least = [NONE], found[NONE]
         for step in range(STEPS):
@@ -302,11 +265,44 @@ class Search:
             least = found[beam[0]]
         return self.chosen(found)
 
-    def conditional(self, hypothesis: Hypothesis) -> list[Hypothesis]:
-        """Extend the set by deviations under conditions, if they explain all but models' sizes.
+    def with_mild(self, hypothesis: Hypothesis) -> Hypothesis:
+        """Return the hypothesis with what best explains NaN in keys, and queries that see no key.
 
-        A deviation is tried if it explains the contradicting problem with the fewest conditions.
-        The extension must explain half of the wrong answers, one with numbers among them.
+        If no such deviation explains more, none is added. The values of the hypothesis's other
+        deviations are chosen first, as in ``valued``.
+        """
+        small = [n for n in self.taken if self.known[n].graded.family != "sized"]
+        hypothesis = self.valued(hypothesis, small)
+        for names, has_nan in ((LEAKS, True), (HIDDEN_ROWS, False)):
+            mild = [n for n in small if self.known[n].is_mild and self.known[n].has_nan == has_nan]
+            sets = (hypothesis, *(hypothesis | {(name, 1)} for name in names))
+            hypothesis = min(sets, key=lambda h: self.left(h, mild))
+        return hypothesis
+
+    def valued(self, hypothesis: Hypothesis, problems: Sequence[int]) -> Hypothesis:
+        """Return the hypothesis with the values that leave the fewest ``problems`` unexplained."""
+        if self.left(hypothesis, problems):
+            for item in sorted(hypothesis, key=str):
+                others = [hypothesis - {item} | {other} for other in self.values_of(item)]
+                hypothesis = min((hypothesis, *others), key=lambda h: self.left(h, problems))
+        return hypothesis
+
+    def left(self, hypothesis: Hypothesis, problems: Sequence[int]) -> int:
+        """Return the number of ``problems`` that the hypothesis leaves unexplained."""
+        return sum(not self.fit(n, hypothesis).is_explained for n in problems)
+
+    def conditional(self, hypothesis: Hypothesis) -> list[Hypothesis]:
+        """Extend a hypothesis by deviations that occur only under conditions.
+
+        At most ``MOST_CONDITIONAL`` deviations are added, one per step. A step chooses a problem
+        that contradicts the hypothesis so far. If possible, its answer has finite nonzero numbers;
+        of these problems, it has the fewest conditions. The step tries all deviations that explain
+        this problem, and keeps one that leaves the fewest problems unexplained.
+
+        In the end, all problems except those of models' sizes must be explained. Of all wrong
+        answers, those of models' sizes included, at least half (``SHARE``) must be explained, one
+        of them with finite nonzero numbers. Returns the extensions that are equally good, or only
+        the hypothesis if there is none.
         """
         found, wrong = [hypothesis], self.contradicted(hypothesis, in_all=True)
         for _ in range(MOST_CONDITIONAL + 1):
@@ -332,46 +328,80 @@ class Search:
             found = [h for h in found if _num_conditions(h) == _num_conditions(found[0])]
         return [hypothesis]
 
+    def at_sizes(self, hypothesis: Hypothesis) -> list[Hypothesis]:
+        """Extend a hypothesis by a deviation that explains what only models' sizes show.
+
+        The deviation may need sizes above the largest right ones. It must explain all answers.
+        """
+        left = self.contradicted(hypothesis, in_all=True)
+        n = min(left, key=lambda n: self.known[n].num_scores)
+        if self.known[n].num_scores > FEW_SCORES:
+            return []
+        wrong = [self.known[m].graded for m in left]
+        shared = frozenset.intersection(*(self.known[m].conditions for m in left)) - USUAL
+        found = []
+        for item in (item for items in self.known[n].kinds() for item in items):
+            h = hypothesis | {item}
+            if self.explains(n, h) and self.left(h, left) == 0:
+                right = [self.known[m].graded for m in self.contradicted(h, in_all=True)]
+                where = (*limits(wrong, right), *sorted(shared)) if right else ()
+                found += [hypothesis | {(*item, frozenset([c]))} for c in where] or [h]
+        found = [h for h in found if not self.contradicted(h, in_all=True)]
+        found.sort(key=lambda h: (_num_conditions(h), _rank(h)))
+        return [h for h in found if _num_conditions(h) == _num_conditions(found[0])]
+
     def under_conditions(self, n: int, hypothesis: Hypothesis, item: Item) -> list[Hypothesis]:
-        """The set with ``item`` under each condition, or two, that holds for problem ``n``."""
+        """Return hypotheses in which ``item`` occurs only under conditions of problem ``n``.
+
+        Each has one of the conditions, or two of them.
+        """
         needs = DEVIATIONS[item[0]].needs[:1]
         holding = sorted(c for c in self.known[n].conditions if not c.startswith(needs))
+        is_arranging = bool(set(needs) & set(ARRANGING))
+        if not is_arranging:  # that no sequences are packed is no condition to try
+            holding = [c for c in holding if c not in USUAL or not c.startswith(ARRANGING)]
         unusual = [c for c in holding if c not in USUAL]
         chosen = [frozenset([c]) for c in holding]
+        if is_arranging:  # it shows nowhere else, so it needs no condition
+            return [hypothesis | {item}, *(hypothesis | {(*item, c)} for c in chosen)]
         chosen += [frozenset(pair) for pair in combinations(unusual, 2)]
         return [hypothesis | {(*item, c)} for c in chosen]
 
     def best(
         self, grown: Iterable[Hypothesis], found: Mapping[Hypothesis, int]
     ) -> list[Hypothesis]:
-        """The hypotheses to follow in the next step."""
+        """Return the hypotheses to follow in the next step, best first."""
         ranked = sorted(grown, key=lambda h: (found[h], len(h), _rank(h)))
         return [h for h in _varied(ranked, 2) if found[h] <= found[ranked[0]] + MARGIN][:WIDTH]
 
     def grown(self, hypothesis: Hypothesis) -> list[Hypothesis]:
-        """Extend the set to explain the first contradicting answers; most promising sets first."""
+        """Return extensions of the hypothesis that explain the first contradicting answers."""
         targets, found = 0, []
         contradicted = self.contradicted(hypothesis)
         for n in self.targets(contradicted):
             grown = [h for h in self.extended(n, hypothesis) if self.explains(n, h)]
-            if not grown and n == contradicted[0] and not hypothesis:
-                grown = self.grown_by_two(n)
             found += grown
             targets += bool(grown)
             if targets == TARGETS or len(self._fits) > MOST_FITS:
                 break
         sample = contradicted[:SAMPLE]
+        if len(sample) < SAMPLE:  # what is right must stay so
+            sample += [n for n in self.plain if n not in sample]
 
         def unexplained(h: Hypothesis) -> int:
-            return sum(not self.fit(n, h).is_explained for n in sample)
+            wrong = (n for n in sample if not self.fit(n, h).is_explained)
+            return sum(1 for _ in islice(wrong, SAMPLE))
 
+        if contradicted and not hypothesis and min(map(unexplained, found), default=9) > FEW:
+            found += self.grown_by_two(contradicted[0])
         ranked = sorted(dict.fromkeys(found), key=lambda h: (unexplained(h), _rank(h)))
         return _varied(ranked, 2)[:BRANCHES]
 
     def targets(self, contradicted: Sequence[int]) -> list[int]:
-        """The problems to look at: easy ones first, then those about rounding."""
+        """Return the contradicted problems to look at: easy problems, then those about rounding."""
         is_exact = [self.known[n].graded.is_exact for n in contradicted]
         easy = [n for n, exact in zip(contradicted, is_exact, strict=True) if not exact]
+        easy.sort(key=lambda n: not _is_full(self.answers[n]))
         return easy[:TRIED] + [n for n, exact in zip(contradicted, is_exact, strict=True) if exact]
 
     def explains(self, n: int, hypothesis: Hypothesis) -> bool:
@@ -379,7 +409,10 @@ class Search:
         return fit.is_explained and not fit.is_mute
 
     def extended(self, n: int, hypothesis: Hypothesis) -> list[Hypothesis]:
-        """Sets with one more deviation, of an unused stage, or with another value of one."""
+        """Return the hypotheses with one more deviation, or with another value of a deviation.
+
+        The new deviation belongs to a stage of attention that the hypothesis leaves right.
+        """
         stages = {DEVIATIONS[name].stage for name, *_ in hypothesis}
         found = []
         if len(hypothesis) < self.most:
@@ -387,13 +420,16 @@ class Search:
             items += [item for item in self.fitted if self.known[n].usual(item) is not None]
             found = [hypothesis | {i} for i in items if DEVIATIONS[i[0]].stage not in stages]
         for held in hypothesis:
-            values = [(held[0], value) for value in DEVIATIONS[held[0]].values]
-            values += [item for item in self.fitted if item[0] == held[0]]
-            found += [hypothesis - {held} | {item} for item in values]
+            found += [hypothesis - {held} | {item} for item in self.values_of(held)]
         return found
 
+    def values_of(self, held: Item) -> list[Item]:
+        """Return the items with the deviation of ``held``: one for each known or fitted value."""
+        values = [(held[0], value) for value in DEVIATIONS[held[0]].values]
+        return values + [item for item in self.fitted if item[0] == held[0]]
+
     def grown_by_two(self, n: int) -> list[Hypothesis]:
-        """Pairs of deviations that explain answer ``n``; those with one effect are tried once."""
+        """Return the pairs of items that explain answer ``n``, without repeating equal effects."""
         found: list[Hypothesis] = []
         for kinds in combinations(_varied(self.known[n].kinds(), 3), 2):
             pairs = [frozenset(p) for p in product(*map(_usual, kinds)) if _stages_differ(p)]
@@ -402,7 +438,11 @@ class Search:
         return found
 
     def chosen(self, found: Mapping[Hypothesis, int]) -> list[Hypothesis]:
-        """The smallest supported sets with the fewest contradictions; [∅] if no set helps."""
+        """Return the smallest supported hypotheses that the fewest answers contradict.
+
+        ``found`` maps each hypothesis to the number of answers that contradict it. If none is
+        better than the empty hypothesis, the result is only that one.
+        """
         for least in sorted(set(found.values())):
             if least == found[NONE]:
                 break
@@ -414,7 +454,7 @@ class Search:
         return [NONE]
 
     def needed(self, hypothesis: Hypothesis) -> Hypothesis:
-        """Remove the deviations that explain nothing."""
+        """Return the hypothesis without the items that explain no answer."""
         count = len(self.contradicted(hypothesis))
         for item in sorted(hypothesis, key=str):
             if len(self.contradicted(hypothesis - {item})) <= count:
@@ -422,11 +462,11 @@ class Search:
         return hypothesis
 
     def is_supported(self, hypothesis: Hypothesis) -> bool:
-        """Whether each deviation explains an answer that the rest of the set does not.
+        """Return whether each item explains an answer that the rest of the hypothesis does not.
 
         An explained answer must hold finite nonzero numbers, because zeros and NaN fit too easily.
-        The set must explain half of the wrong answers, because a few fit by chance. With lost
-        precision, whose bounds are wide, it must explain nearly all answers.
+        The hypothesis must explain half of the wrong answers, because a few fit by chance. With
+        lost precision, whose bounds are wide, it must explain nearly all answers.
         """
         tells = any(
             self.explains(n, hypothesis) and _has_numbers(self.answers[n]) for n in self.plain
@@ -438,17 +478,13 @@ class Search:
         return tells and enough and all(self.evidence(hypothesis, item) for item in hypothesis)
 
     def evidence(self, hypothesis: Hypothesis, item: Item) -> list[int]:
-        """The answers that the set explains only with ``item``."""
+        """Return the indices of the answers that the hypothesis explains only with ``item``."""
         less = hypothesis - {item}
         explained = [
             n
             for n in self.contradicted(less)
             if self.fit(n, hypothesis).tells_more_than(self.fit(n, less))
         ]
-        if item[0] == "lse_of_dead_rows":  # it allows any log-sum-exp, and predicts none
-            explained = [n for n in self.contradicted(less) if self.explains(n, hypothesis)]
-        if item[0] in HIDDEN_ROWS[:3]:  # these allow any log-sum-exp
-            explained = [n for n in explained if "return_lse" not in self.known[n].options]
         if is_precision(item[0]):
             explained = [n for n in explained if self.known[n].graded.is_exact]
         return explained
@@ -457,6 +493,12 @@ class Search:
 def _has_numbers(answer: Answer) -> bool:
     O = answer.output
     return O is not None and bool((np.isfinite(O) & (O != 0)).any())
+
+
+def _is_full(answer: Answer) -> bool:
+    """Whether every query has numbers, which zeros and NaN are not."""
+    O = answer.output
+    return O is not None and bool((np.isfinite(O) & (O != 0)).any(-1).all())
 
 
 def is_precision(identifier: str) -> bool:
@@ -468,12 +510,12 @@ def names_of(hypothesis: Iterable[Item]) -> frozenset[str]:
 
 
 def _usual(items: Iterable[Item]) -> list[Item]:
-    """The first item of each identifier."""
+    """Return the first item of each identifier."""
     return list({item[0]: item for item in reversed(list(items))}.values())
 
 
 def _varied(candidates: Iterable[Items], most: int) -> list[Items]:
-    """The candidates in order, at most ``most`` with the same identifiers."""
+    """Return the candidates in order, at most ``most`` with the same identifiers."""
     counts: Counter[frozenset[str]] = Counter()
     kept = []
     for items in candidates:
@@ -492,11 +534,11 @@ _PLACES = {item: n for n, item in enumerate(all_items())}
 
 
 def _rank(hypothesis: Hypothesis) -> list[int]:
-    """A sort key: the places of the items in the catalogue, values outside of it last."""
+    """Return a sort key: the places of the items in the catalogue, values outside of it last."""
     return sorted(_PLACES.get(item[:2], len(_PLACES)) for item in hypothesis)
 
 
 def _num_conditions(hypothesis: Hypothesis) -> tuple[int, int]:
-    """A sort key: the number of conditions, and how many of them are the usual case."""
+    """Return a sort key: the number of conditions, and how many of them are the usual case."""
     conditions = [c for _, _, *where in hypothesis for some in where for c in some]
     return len(conditions), sum(c in USUAL for c in conditions)

@@ -1,12 +1,14 @@
-"""Problems at the sizes that models have, most of them beside a multiple of a block.
+"""Generate problems of the sizes that models have, most of them next to a multiple of a block.
 
-They show whether, and at which sizes, a function is wrong that is right at small ones. No deviation
-is searched for in them. Their numbers and magnitudes are drawn anew in each run.
+They show at which sizes, if any, a function that is right at small sizes goes wrong. The search for
+deviations does not use them. The numbers in the problems, and their magnitudes, are drawn from a
+new seed in each run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle
 from typing import Any
@@ -20,7 +22,10 @@ LENGTHS = (
     (63, 65), (64, 64), (65, 63), (127, 129), (128, 128), (129, 127), (257, 257), (1, 4097),
     (65, 1025), (1025, 64), (33, 4095), (4097, 33),
 )  # fmt: skip
+TAILS = ((130, 130), (190, 190))  # more than one row after the last whole 64 or 128
+SINKS = ((33, 129), (1, 257), (1, 1025), (1, 8209))
 HEADS = ((2, 32, 4), (8, 4, 4), (1, 64, 8))  # B, H, Hkv
+ALONE = ", entry 0 alone"
 SHOWS = "whether it is right at the sizes of models"
 MAGNITUDES = {  # the spread of queries and keys, and of values, and what is added to values
     "normal": (1.0, 1.75, 0.0),
@@ -31,7 +36,7 @@ MAGNITUDES = {  # the spread of queries and keys, and of values, and what is add
 
 @lru_cache(maxsize=4)
 def sized(seed: int = 0) -> tuple[Graded, ...]:
-    """Return each width, length and number of heads: plain, and causal with grouped heads."""
+    """Return problems of each length, width and number of heads, plain and causal."""
     return tuple(_kept(problem) for problem in _problems(seed))
 
 
@@ -42,11 +47,44 @@ def _problems(seed: int) -> Iterator[Graded]:
         yield _problem(rng, (1, 2, 2, Lq, Lk, D, Dv))
         D, Dv = next(widths)
         yield _problem(rng, (1, 8, 1, Lq, Lk, D, Dv), is_causal=True)
+    for Lq, Lk in TAILS:
+        yield _problem(rng, (1, 4, 2, Lq, Lk, 64, 64), "normal", is_causal=True)
+    for Lq, Lk in SINKS:  # as heavy as the keys together
+        sinks = np.round(np.log(Lk) + np.array([0.5, 0, 1, -0.5])).astype(np.float32)
+        given = {"sinks": sinks, "return_lse": True}
+        yield _problem(rng, (1, 4, 2, Lq, Lk, 64, 64), "normal", **given)
     for B, H, Hkv in HEADS:
-        yield _problem(rng, (B, H, Hkv, 17, 65, 64, 64))
-        yield _problem(rng, (B, H, Hkv, 1, 129, 128, 128), is_causal=True)
+        plain = _problem(rng, (B, H, Hkv, 17, 65, 64, 64))
+        decoding = _problem(rng, (B, H, Hkv, 1, 129, 128, 128), is_causal=True)
+        yield from (plain, decoding)
+        if B > 1:
+            yield from map(_alone, (plain, decoding))
     for name in ("all equal", "one hot"):
         yield _problem(rng, (1, 2, 2, 65, 65, 64, 64), name)
+
+
+CUT = ("H", "Lk", "Lq")
+
+
+def cut(problem: Graded, name: str, size: int) -> Graded:
+    """Return a problem with fewer query heads, keys or queries; each head gets its own keys."""
+    given = dict(problem.arguments)
+    if name == "H":
+        groups = given["q"].shape[1] // given["k"].shape[1]
+        given |= {n: np.repeat(given[n], groups, 1)[:, :size].copy() for n in "kv"}
+        given |= {n: given[n][:size] for n in ("sinks",) if n in given}
+        given["q"] = given["q"][:, :size]
+    for n in {"Lk": "kv", "Lq": "q"}.get(name, ""):
+        given[n] = given[n][:, :, :size]
+    if "q_offset" in given or "is_causal" in given:
+        given["q_offset"] = max(given["k"].shape[2] - given["q"].shape[2], 0)
+    return replace(problem, name=f"{problem.name}, cut to {name} = {size}", arguments=given)
+
+
+def _alone(problem: Graded) -> Graded:
+    """The first batch entry of a problem."""
+    given = {n: x[:1] if n in "qkv" else x for n, x in problem.arguments.items()}
+    return replace(problem, name=f"{problem.name}{ALONE}", arguments=given)
 
 
 def _problem(
@@ -55,7 +93,7 @@ def _problem(
     B, H, Hkv, Lq, Lk, D, Dv = shape
     numbers = numbers or str(rng.choice(list(MAGNITUDES), p=[0.6, 0.2, 0.2]))
     name = f"B = {B}, H = {H} over {Hkv}, Lq = {Lq}, Lk = {Lk}, D = {D}"
-    name += f", Dv = {Dv}" * (Dv != D) + ", causal" * bool(options)
+    name += f", Dv = {Dv}" * (Dv != D) + ", causal" * ("is_causal" in options)
     draw = _Draw(f"{name} {rng.integers(2**32)}")
     spread, of_values, added = MAGNITUDES.get(numbers, (1.0, 1.0, 0.0))
     given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, D, Dv, Hkv)
@@ -65,6 +103,7 @@ def _problem(
         given = {n: np.full_like(x, x[0, 0, 0, 0]) for n, x in given.items()}
     if numbers == "one hot":
         given["k"] = 4 * np.eye(D, dtype=np.float32)[rng.integers(D, size=(B, Hkv, Lk))]
-    if options and Lk != Lq:
+    name += ", sinks" * ("sinks" in options)
+    if "is_causal" in options and Lk != Lq:
         options["q_offset"] = max(Lk - Lq, 0)
     return Graded(f"{name}; {numbers} numbers", {**given, **options}, SHOWS, family="sized")

@@ -1,4 +1,8 @@
-"""Finds which keys are visible, under deviations, by position, by length and by the mask."""
+"""Find the visible keys, by positions, lengths and the mask, in attention with bugs.
+
+``x`` is a problem, and ``d`` maps the names of bugs to their values. Booleans broadcast to (B, H,
+Lq, Lk).
+"""
 
 from __future__ import annotations
 
@@ -8,49 +12,78 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.prepared import Impossible, Prepared
+from minimha.check.prepared import Prepared
 from minimha.equations.visibility import UNBOUNDED
 
 Array = NDArray[np.bool_]
 
+KINDS = {  # the options that hide keys, by their name in deviations of hiding
+    "mask": ("attn_mask",),
+    "positions": ("is_causal", "window_size"),
+    "lengths": ("kv_lengths",),
+}
 ALL = np.ones((1, 1, 1, 1), bool)
 
 
-def part_size(x: Prepared, split: tuple[str, int]) -> int:
-    """The number of keys in a part; a split is ("parts", 4), or by 64 keys each ("keys", 64)."""
+def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the first key of each part, and the index of the part to which each key belongs.
+
+    ``split`` is ("parts", 4) for 4 parts, of which the last may be shorter, ("floors", 4) for 4
+    parts, of which the last may be longer, or ("keys", 64) for parts of 64 keys.
+    """
     kind, n = split
-    return -(-x.Lk // n) if kind == "parts" else n
+    size = {"parts": -(-x.Lk // n), "floors": max(x.Lk // n, 1)}.get(kind, n)
+    starts = x.j[::size][: n if kind == "floors" else None]
+    return starts, np.minimum(x.j // size, len(starts) - 1)
 
 
 def by_positions(x: Prepared, d: Mapping[str, Any]) -> Array:
-    """Whether causality and the window let query i see key j."""
-    return _by_window(x, d) & _by_causality(x, d)
+    """Return whether causality and the window let query i see key j."""
+    window, causality = _by_window(x, d), _by_causality(x, d)
+    is_either = d.get("hides_only_together") == ("causal", "window")
+    if is_either and window is not ALL and causality is not ALL:
+        return window | causality
+    return window & causality
 
 
 def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
-    is_given = bool(x.given.get("is_causal")) and "causal_ignored" not in d
+    is_given = bool(x.given.get("is_causal"))
     if not is_given and "causal_always" not in d:
         return ALL
-    p = _position(x, d, "causal")
+    first = offset(x, d, "causal")
     if not is_given and d["causal_always"] == "to the last key":
-        p = x.i + np.full_like(x.offset, x.Lk - x.Lq)
+        first = np.full_like(x.offset, x.Lk - x.Lq)
+    p = rows(x, d) + first
     if "causal_reversed" in d:
         return np.asarray(x.j >= p + d["causal_reversed"])
+    way, size = d.get("causal_in_blocks", ("", 1))
+    if way == "rows":  # of a block, all see what the last one sees
+        p = (x.i // size + 1) * size - 1 + first
+    j = x.j // size * size if way == "keys" else x.j
+    if way == "none":  # of the keys in the block where the query stands
+        return np.asarray(x.j // size < p // size)
     ahead = d.get("causal_sees_one_ahead", 0) - d.get("causal_excludes_self", 0)
     block = d.get("causal_loop_ignores_offset", x.Lk)
-    return np.asarray((x.j <= p + ahead) & (x.j < (x.i // block + 1) * block))
+    seen = (j <= p + ahead) & (x.j < (x.i // block + 1) * block)
+    if "causal_ignored_in_tail" in d:  # of at least one whole tile
+        whole = x.Lq // d["causal_ignored_in_tail"] * d["causal_ignored_in_tail"]
+        seen = seen | ((x.i >= whole) & (whole > 0))
+    if "causal_loop_ends_early" in d:
+        B_r, B_c = d["causal_loop_ends_early"]
+        seen = seen & (x.j // B_c <= (x.i // B_r * B_r + first) // B_c)
+    return np.asarray(seen)
 
 
 def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     window = x.given.get("window_size")
-    if window is None or "window_ignored" in d:
+    if window is None:
         return ALL
     left, right = (UNBOUNDED if side is None else side for side in window)
     left += d.get("window_left_long", 0) - d.get("window_left_short", 0)
     right += d.get("window_right_long", 0) - d.get("window_right_short", 0)
     left = UNBOUNDED if "window_left_ignored" in d else left
     right = UNBOUNDED if "window_right_ignored" in d else right
-    p = _position(x, d, "window")
+    p = rows(x, d) + offset(x, d, "window")
     B_r, B_c = d.get("window_left_in_blocks", (1, 1))
     first = (p - left - x.i % B_r) // B_c * B_c
     block = d.get("window_starts_from_last_row", 1)
@@ -58,18 +91,25 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     return np.asarray((first <= x.j) & (x.j <= p + right))
 
 
-def _position(x: Prepared, d: Mapping[str, Any], name: str) -> NDArray[Any]:
-    """The position of each query among the keys, for causality or for the window."""
-    for deviation, offset in (("causal_top_left", 0), ("causal_bottom_right", x.Lk - x.Lq)):
-        if name in d.get(deviation, ()):
-            return np.asarray(rows(x, d) + np.full_like(x.offset, offset))
-    if name == "window" and "window_ignores_offset" in d:
-        return np.asarray(rows(x, d) + np.zeros_like(x.offset))
-    return np.asarray(rows(x, d) + x.offset)
+def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
+    """Return the first query's position, (B, 1, 1, 1), for ``of``: causality, window or ALiBi."""
+    for deviation, first in (
+        ("causal_top_left", np.zeros_like(x.offset)),
+        ("causal_bottom_right", np.full_like(x.offset, x.Lk - x.Lq)),
+        ("causal_by_length", x.lengths - x.Lq),
+        ("offset_batch_0_for_all", x.offset[:1]),
+        ("offset_subtracted", -x.offset),
+        ("offset_added_twice", 2 * x.offset),
+        ("window_ignores_offset", np.zeros_like(x.offset)),
+        ("alibi_ignores_offset", np.zeros_like(x.offset)),
+    ):
+        if of in d.get(deviation, ()):
+            return np.asarray(first)
+    return np.asarray(x.offset + d.get("offset_moved", 0))
 
 
 def rows(x: Prepared, d: Mapping[str, Any]) -> NDArray[Any]:
-    """The number of each query, (Lq, 1); (H, Lq, 1) if the rows of grouped heads are confused."""
+    """Return the index of each query, (Lq, 1), or (H, Lq, 1) if a bug confuses grouped rows."""
     way, G = d.get("packed_rows_confused"), x.H // x.Hkv
     g = np.arange(x.H)[:, None, None] % G
     if way == "row // G":
@@ -78,38 +118,36 @@ def rows(x: Prepared, d: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
-    """Whether key j is within the length, broadcastable to (B, 1, 1, Lk)."""
+    """Return whether key j is within the length, and not skipped by a deviation.
+
+    The array broadcasts to (B, 1, 1, Lk).
+    """
     visible: Array = ALL
-    if x.given.get("kv_lengths") is not None and "lengths_ignored" not in d:
-        lengths = x.lengths[:1] if "lengths_batch_0_for_all" in d else x.lengths
-        lengths = lengths + d.get("lengths_one_too_long", 0) - d.get("lengths_one_too_short", 0)
-        page = d.get("lengths_rounded_up", 1)
-        visible = x.j < -(-lengths // page) * page
+    if x.given.get("kv_lengths") is not None:
+        visible = x.j < x.lengths
     B_c = d.get("online_last_block_dropped", 1)
     axis, N = d.get("only_first_computed", ("", 0))
-    end = min(x.Lk // B_c * B_c, N if axis == "keys" else x.Lk)
-    return np.asarray(visible & (x.j < end))
+    end = min(x.Lk // B_c * B_c, first_of(x.Lk, N) if axis == "keys" else x.Lk)
+    start = N if axis == "keys but the first" else 0
+    return np.asarray(visible & (x.j < end) & (x.j >= start))
 
 
-def by_mask(x: Prepared, d: Mapping[str, Any]) -> Array:
-    """Whether the mask lets query i see key j, broadcastable to (B, H, Lq, Lk)."""
-    mask = x.problem.attn_mask
-    if mask is None or "mask_ignored" in d:
-        return ALL
-    mask = indexed(x, d, "mask", mask)
-    return np.asarray(~mask if "mask_inverted" in d else mask)
+def first_of(size: int, N: int) -> int:
+    """Return how many of ``size`` are the first N or, if N is negative, all but the last -N."""
+    return N if N > 0 else max(size + N, 0)
 
 
-def indexed(x: Prepared, d: Mapping[str, Any], name: str, a: NDArray[Any]) -> NDArray[Any]:
-    """The mask or the bias ``a``, by the indices that the deviations of ``name`` give it."""
-    if f"{name}_by_kv_head" in d and a.shape[1] > 1:
-        a = a[:, x.heads]
-    if f"{name}_head_0_for_all" in d:
-        a = a[:, :1]
-    if f"{name}_batch_0_for_all" in d:
-        a = a[:1]
-    if f"{name}_transposed" in d:
-        if x.Lq != x.Lk:
-            raise Impossible(f"the {name} is transposed but Lq is not Lk")
-        a = a.swapaxes(-1, -2)
-    return a
+def is_given(x: Prepared, option: str) -> bool:
+    """Whether a problem uses an option that hides keys."""
+    return x.given.get(option) is not None and x.given[option] is not False
+
+
+def joined(x: Prepared, kinds: dict[str, Array], d: Mapping[str, Any]) -> dict[str, Array]:
+    """Return ``kinds``, the visible keys by kind of hiding, with the deviation of ``d`` applied.
+
+    With ``hides_only_together``, two kinds hide only the keys that both hide.
+    """
+    pair = d.get("hides_only_together", ())
+    if not all(any(is_given(x, option) for option in KINDS.get(name, ())) for name in pair):
+        return kinds
+    return kinds | {name: np.logical_or(*(kinds[of] for of in pair)) for name in pair}

@@ -1,4 +1,4 @@
-"""Sends records with arrays through a pipe: JSON, then the arrays' bytes, without pickle."""
+"""Send records with arrays through a pipe: JSON, then the arrays' bytes, without pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST = 2**32  # the most bytes of either half of a record
 
 
 def send(stream: IO[bytes], record: Mapping[str, Any]) -> None:
-    """Write a record: a flat mapping to arrays and JSON values."""
+    """Write a record, a dict of arrays and JSON values, to a stream."""
     arrays = {name: value for name, value in record.items() if isinstance(value, np.ndarray)}
     plain = {name: value for name, value in record.items() if name not in arrays}
     bodies = {name: np.ascontiguousarray(_known(array)) for name, array in arrays.items()}
@@ -29,9 +29,9 @@ def send(stream: IO[bytes], record: Mapping[str, Any]) -> None:
 
 
 def receive(stream: IO[bytes]) -> dict[str, Any] | None:
-    """Return the next record; None if the stream ends, even in the middle of a record.
+    """Read the next record; return None if the stream ends, even in the middle of a record.
 
-    It raises a ValueError if the stream holds anything that ``send`` did not write.
+    Raises ValueError if the stream holds anything that ``send`` did not write.
     """
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
@@ -61,4 +61,5 @@ def _known(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _scalar(value: Any) -> Any:
-    return value.item()
+    """Convert a NumPy scalar to a number, and one of the problems' functions to its name."""
+    return value.__name__ if callable(value) else value.item()

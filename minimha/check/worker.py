@@ -1,6 +1,6 @@
-"""The process in which the checked function runs: problems come on stdin, answers go to stdout.
+"""Run the checked function in a process that reads problems on stdin and writes answers to stdout.
 
-The function's own prints go to stderr, and its stdin is empty.
+Text that the function prints goes to stderr, and the function finds its stdin empty.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from typing import IO, Any
 
 from minimha.check.answer import Answer
+from minimha.check.expanded import FUNCTIONS, NAMED
 from minimha.check.wire import receive, send
 
 
@@ -31,6 +32,7 @@ def main() -> None:
         while (problem := receive(problems)) is not None:
             if problem.get("window_size") is not None:
                 problem["window_size"] = tuple(problem["window_size"])
+            problem |= {n: NAMED[problem[n]] for n in FUNCTIONS if n in problem}
             send(answers, as_record(caller.answer(problem)))
     except OSError as error:
         sys.exit(f"it closed a file descriptor not its own: {error}")
@@ -38,7 +40,7 @@ def main() -> None:
 
 
 def as_record(answer: Answer) -> dict[str, Any]:
-    """An answer as a record for ``wire.send``."""
+    """Convert an answer to a record for ``wire.send``."""
     return {"faults": list(answer.faults)} | {
         name: value
         for name in ("output", "lse", "refusal", "dtype", "note")
@@ -47,7 +49,7 @@ def as_record(answer: Answer) -> dict[str, Any]:
 
 
 def as_answer(record: dict[str, Any]) -> Answer:
-    """The inverse of ``as_record``."""
+    """Convert a record of ``as_record`` back to an answer."""
     return Answer(**{**record, "faults": tuple(record["faults"])})
 
 

@@ -1,7 +1,7 @@
-"""Computes a whole multi-head layer with any set of deviations, in float64.
+"""Compute a whole multi-head layer with any set of known bugs (deviations), in float64.
 
-x → q, k, v → rotated → attention → concat → output. ``wrong_attention`` computes the attention with
-its own deviations.
+x → q, k, v → rotated → attention → concat → output. ``wrong_attention`` computes the attention,
+with the deviations that concern it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.check.altered import confused
 from minimha.check.prepared import UNITS, Impossible, Prepared
 from minimha.check.problems import Graded
-from minimha.check.wrong_attention import Deviated, confused, deviate
+from minimha.check.wrong_attention import Deviated, deviate
 from minimha.layers import RoPE
 
 Array = NDArray[Any]
@@ -24,7 +25,7 @@ OUTSIDE = ("residual_added", "heads_not_split")  # deviations of the layer, not 
 
 
 class PreparedLayer:
-    """A layer's problem in float64."""
+    """A layer's problem in float64: its tokens, matrices and options."""
 
     def __init__(self, problem: Graded, dtype: str = "float32") -> None:
         layer = problem.layer or {}
@@ -43,13 +44,13 @@ class PreparedLayer:
 
     @cached_property
     def starts(self) -> Array:
-        """The index of the first token in each token's call, (L,)."""
+        """Return, for each token, the index of the first token that was passed with it, (L,)."""
         chunks = self.problem.chunks or (self.x.shape[1],)
         return np.repeat(np.cumsum((0, *chunks[:-1])), chunks)
 
 
 def deviate_layer(prepared: PreparedLayer, deviations: Mapping[str, Any]) -> Deviated:
-    """The answer (B, L, E) of a layer under ``deviations``, which maps identifiers to values."""
+    """Return a layer's answer (B, L, E); ``deviations`` maps the name of a bug to its value."""
     q, k, v = _projected(prepared, deviations)
     q, k, v = _rotated(prepared, deviations, q, k, v)
     options: dict[str, Any] = {**prepared.options, "q": q, "k": k, "v": v}
@@ -86,7 +87,7 @@ def _transposed(W: Array) -> Array:
 
 
 def _split(y: Array, heads: int, d: Mapping[str, Any]) -> Array:
-    """(B, L, heads · D) as (B, heads, L, D)."""
+    """Return y (B, L, heads · D) as (B, heads, L, D)."""
     B, L, width = y.shape
     if "heads_interleaved" in d:
         return np.asarray(y.reshape(B, L, width // heads, heads).transpose(0, 3, 1, 2))
@@ -128,7 +129,7 @@ def _late(p: PreparedLayer, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _combined(p: PreparedLayer, d: Mapping[str, Any], heads: Deviated) -> Deviated:
-    """The concatenated heads times W_o."""
+    """Return the concatenated heads times W_o."""
     W = _transposed(p.W["o"]) if "w_o_transposed" in d else p.W["o"]
     b = 0 if "bias_o_ignored" in d else p.b.get("o", 0)
     if "w_o_ignored" in d:

@@ -1,4 +1,4 @@
-"""The functions of flash-attention: arrays (B, L, H, D), causality aligned bottom-right."""
+"""flash-attention's functions: arrays (B, L, H, D), and causality aligned at the bottom right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import Backend, attention, check_backend
+from minimha.api import attention, check_backend
 from minimha.dialects.flash_attention_cache import cache_lengths, cache_of, new_tokens
 from minimha.dialects.inputs import check_within, heads_first, integers, with_axes
 from minimha.dialects.masks import boolean, owner_by_axes
@@ -20,6 +20,7 @@ from minimha.equations.arguments import (
     integer,
 )
 from minimha.equations.merge import merge
+from minimha.equations.option_types import Backend
 from minimha.equations.problem import Problem
 from minimha.layers.rope import rotate_by_table
 
@@ -46,19 +47,21 @@ def flash_attn_func(
     sink_token_length: int = 0,
     backend: Backend = "auto",
 ) -> tuple[Any, Any]:
-    """Return softmax(scale · Q Kᵀ) V and log-sum-exp, like flash-attention's function.
+    """Return softmax(scale · Q Kᵀ) V and its log-sum-exp, like flash-attention's function.
 
     Differences from ``minimha.attention``:
 
-    - Arrays are (B, L, H, D), the log-sum-exp is (B, H, Lq).
-    - ``causal`` and windows are aligned bottom-right: the last unpadded query is at the position of
-      the last unpadded key, so query i of batch entry b is at i + (keys - queries)[b].
-    - A window side of -1 or None is unbounded; ``softcap=0`` is no cap.
-    - In padding masks True = **keep**. A padded query gets 0.
-    - ``alibi_slopes`` may differ between batch entries. The package's causal kernels add only
-      slope · j, which shifts each row's log-sum-exp by a constant; here it is not shifted.
+    - Arrays are (B, L, H, D), and the log-sum-exp is (B, H, Lq).
+    - ``causal`` and windows are aligned at the bottom right: the last unpadded query is at the
+      position of the last unpadded key. Query i is thus at i + number of keys - number of queries.
+    - A window side of -1 or None is unbounded, and ``softcap=0`` means no cap.
+    - In padding masks, True means **keep**. The output of a padded query is 0.
+    - ``alibi_slopes`` may differ between batch entries. This function adds -slope · distance to the
+      scores, as ``minimha.attention`` does. In causal attention, flash-attention adds slope · j for
+      key j, so its log-sum-exp differs from this function's by a constant per row.
 
-    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
+    ``D`` head width, ``Dv`` value width.
 
     Parameters
     ----------
@@ -68,31 +71,34 @@ def flash_attn_func(
     softmax_scale : float, optional
         Default is 1/√D.
     causal : bool, default False
-        Hide later keys; the right side of a window becomes 0.
+        Whether to hide keys after the query; the right side of a window is then 0.
     window_size : pair of int or None, default (-1, -1)
-        (left, right), both inclusive.
+        The numbers of visible keys before and after the query's position.
     softcap : float, default 0.0
-        Positive c: scores become c · tanh(score / c).
+        A positive number c caps scores: c · tanh(score / c).
     alibi_slopes : array_like of shape (H,) or (B, H), optional
+        Adds -slope · distance to the scores. Default is none.
     learnable_sink : array_like of shape (H,), optional
-        One score per head, added to the denominator, without a value.
+        One score per head that is added to the denominator of the softmax, without a value.
     query_padding_mask : array_like of shape (B, Lq), bool, optional
+        True for the queries to keep. Default is all.
     key_padding_mask : array_like of shape (B, Lk), bool, optional
+        True for the keys to keep. Default is all.
     key_leftpad : array_like of shape (B,), int, optional
         The number of padding keys at the start of each batch entry. Default is 0.
     attention_chunk : int, default 0
-        Positive c: a query sees only keys of its own chunk of c positions.
+        A positive number c limits a query to the keys of its own chunk of c positions.
     sink_token_length : int, default 0
-        The number of first tokens that no window hides.
+        The number of keys at the start that no window hides.
     backend : str, default "auto"
         As in ``minimha.attention``.
 
     Returns
     -------
     output : array of q's library, shape (B, Lq, H, Dv), the inputs' common dtype
-        A query that sees no key gets 0.
+        0 for a query without visible keys.
     lse : array of shape (B, H, Lq), float32 or float64
-        -inf for a query that sees no key and has no sink.
+        -inf for a query without visible keys and without a sink.
 
     References
     ----------
@@ -101,7 +107,7 @@ def flash_attn_func(
 
     Examples
     --------
-    Two queries, three keys: the first query is at the position of the second key.
+    With two queries and three keys, the first query is at the position of the second key.
 
     >>> q, k, v = np.zeros((1, 2, 1, 1)), np.zeros((1, 3, 1, 1)), np.array([2.0, 4.0, 9.0])
     >>> flash_attn_func(q, k, v.reshape(1, 3, 1, 1), causal=True)[0].ravel()
@@ -149,11 +155,11 @@ def flash_attn_varlen_func(
     block_table: ArrayLike | None = None,
     backend: Backend = "auto",
 ) -> tuple[Any, Any]:
-    """Return softmax(scale · Q Kᵀ) V of packed sequences, like flash-attention's function.
+    """Return attention of packed sequences and its log-sum-exp, like flash-attention's function.
 
     Axes: ``n`` sequences, ``Lq`` queries and ``Lk`` keys of all sequences together, ``H`` query
-    heads, ``Hkv`` key/value heads, ``D``, ``Dv``. Causality and windows are aligned bottom-right in
-    each sequence.
+    heads, ``Hkv`` key/value heads, ``D`` head width, ``Dv`` value width. Causality and windows are
+    aligned at the bottom right in each sequence.
 
     Parameters
     ----------
@@ -161,16 +167,18 @@ def flash_attn_varlen_func(
     k : array_like of shape (Lk, Hkv, D), or (num_pages, page_size, Hkv, D) with ``block_table``
     v : array_like of shape (Lk, Hkv, Dv), or (num_pages, page_size, Hkv, Dv)
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int
-        The start of each sequence, then the end of the last. With ``block_table``, only the
-        differences of ``cu_seqlens_k`` matter: the numbers of keys.
+        The start of each sequence in q or k, followed by the end of the last one. With
+        ``block_table``, only the differences of ``cu_seqlens_k`` matter: they are the numbers of
+        keys.
     max_seqlen_q, max_seqlen_k : int, optional
         The largest numbers of queries and keys in a sequence. This function only checks them.
     softmax_scale, causal, window_size, softcap, backend
         As in ``flash_attn_func``.
     alibi_slopes : array_like of shape (H,) or (n, H), optional
+        As in ``flash_attn_func``.
     block_table : array_like of shape (n, pages), int, optional
-        The pages of each sequence's keys. The page size may be any number; in the package it must
-        be a multiple of 256.
+        The page numbers of each sequence's keys. This function allows any page size, while
+        flash-attention requires a multiple of 256.
 
     Returns
     -------
@@ -238,45 +246,50 @@ def flash_attn_with_kvcache(
     *,
     backend: Backend = "auto",
 ) -> Any:
-    """Write new keys and values into a cache, then attend to it, like flash-attention's function.
+    """Write new keys and values to a cache, then attend to it, like flash-attention's function.
 
-    Causality and windows are aligned bottom-right: the last query is at the position of the last
-    key, including new keys. Nothing is written if an argument is invalid.
+    Causality and windows are aligned at the bottom right: the last query is at the position of the
+    last key, new keys included. Nothing is written if an argument is invalid.
 
     Axes: ``B`` batch, ``Bc`` cache entries of up to ``Lk`` keys, ``Lq`` queries, ``L`` new keys,
-    ``H`` query heads, ``Hkv`` key/value heads, ``D``, ``Dv``.
+    ``H`` query heads, ``Hkv`` key/value heads, ``D`` head width, ``Dv`` value width.
 
     Parameters
     ----------
     q : array_like of shape (B, Lq, H, D)
     k_cache : array of shape (Bc, Lk, Hkv, D), or (num_pages, page_size, Hkv, D)
-        The keys, modified if ``k`` is given. With ``block_table`` they are in pages. The page size
-        may be any number; in the package it must be a multiple of 256.
+        The cached keys. If ``k`` is given, the call modifies them. If ``block_table`` is given,
+        they are in pages. This function allows any page size; flash-attention requires a multiple
+        of 256.
     v_cache : array of shape (Bc, Lk, Hkv, Dv), or (num_pages, page_size, Hkv, Dv)
     k : array_like of shape (B, L, Hkv, D), the cache's dtype, optional
         New keys, written from ``cache_seqlens`` on.
     v : array_like of shape (B, L, Hkv, Dv), the cache's dtype, optional
     rotary_cos, rotary_sin : array_like of shape (positions, R/2), optional
-        Tables that rotate the first R numbers of new keys, at positions from ``cache_seqlens`` on,
-        before writing. They also rotate queries: at the same positions with ``causal`` or a window
-        shorter than the cache, else all at position ``cache_seqlens``. ``k`` is then required.
+        Tables that rotate the first R numbers of queries and new keys; they require ``k``. The
+        positions of new keys start at ``cache_seqlens``. Those of queries do too, if ``causal`` is
+        True or a window is shorter than the cache. Otherwise, all queries are at position
+        ``cache_seqlens``.
     cache_seqlens : int or array_like of shape (B,), int, optional
-        The number of keys in the cache, left padding included. Required with ``k``; otherwise the
-        default is a full cache.
+        The number of keys in the cache before the call, left padding included. It is required with
+        ``k``. Without ``k``, the default is a full cache.
     cache_batch_idx : array_like of shape (B,), int, optional
-        The cache's entry for each batch entry. Default is 0 to B - 1.
+        The cache entry of each batch entry. Default is 0 to B - 1.
     cache_leftpad : array_like of shape (B,), int, optional
-        The number of padding keys at the start. Not allowed with ``block_table``.
+        The number of padding keys at the start of each batch entry's cache; default 0. Not allowed
+        with ``block_table``.
     block_table : array_like of shape (B, pages), int, optional
-        The pages of each batch entry.
+        The page numbers of each batch entry.
     softmax_scale, causal, window_size, softcap, backend
         As in ``flash_attn_func``.
     rotary_interleaved : bool, default True
-        Pairs are (2i, 2i + 1) rather than (i, i + R/2).
+        Whether rotated pairs are (2i, 2i + 1) instead of (i, i + R/2).
     alibi_slopes : array_like of shape (H,) or (B, H), optional
+        As in ``flash_attn_func``.
     num_splits : int
         Ignored: the backend decides how to split keys.
     return_softmax_lse : bool, default False
+        Whether to return the log-sum-exp too.
 
     Returns
     -------
@@ -383,7 +396,7 @@ def _attend(
 def _attend_in_chunks(
     q: Array, k: Array, v: Array, entry: dict[str, Any], own: _Own, options: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """Attend in one batch entry; a query sees only keys of its own chunk of positions."""
+    """Compute attention of one batch entry; a query sees only keys of its chunk of positions."""
     (leftpad,), Lq = own.leftpad.tolist(), q.shape[2]
     if not own.chunk or not Lq:
         return _attend_with_first(q, k, v, entry, leftpad + own.num_first, options)
@@ -406,7 +419,7 @@ def _attend_in_chunks(
 def _attend_with_first(
     q: Array, k: Array, v: Array, entry: dict[str, Any], num_first: int, options: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """Attend to the first keys without a left window and to the others with it, and merge."""
+    """Merge attention over the first keys, without a left window, and over the other keys."""
     left, right = options["window_size"]
     n, Lk = min(max(num_first, 0), k.shape[2]), k.shape[2]
     if left is None or not n:
@@ -477,7 +490,7 @@ def _leftpad(name: str, value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.
 
 
 def _kept(keys: NDArray[np.bool_]) -> dict[str, Any]:
-    """Return unpadded keys (B, Lk) as ``kv_lengths``, with a mask if there are gaps."""
+    """Return unpadded keys (B, Lk) as ``kv_lengths``, and as a mask if there are gaps."""
     ends = (keys * np.arange(1, keys.shape[1] + 1)).max(axis=1, initial=0)
     has_gaps = (keys.sum(axis=1) != ends).any()
     return {"kv_lengths": ends, "attn_mask": keys[:, None, None] if has_gaps else None}

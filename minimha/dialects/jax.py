@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import Backend, attention
+from minimha.api import attention
 from minimha.dialects.inputs import integers, of_one_rank
 from minimha.dialects.masks import boolean, broadcasts, owner_by_axes
 from minimha.dialects.results import like_argument
@@ -19,6 +19,7 @@ from minimha.equations.arguments import (
     flag,
     integer,
 )
+from minimha.equations.option_types import Backend
 
 Array = NDArray[Any]
 
@@ -43,15 +44,16 @@ def dot_product_attention(
     Differences from ``minimha.attention``:
 
     - Arrays are (B, L, H, D), or (L, H, D) without a batch.
-    - ``is_causal`` and windows are aligned top-left, ``q_offset=0``, even if Lq ≠ Lk.
-    - A query with only masked keys gets the mean of all values, because JAX gives all masked
-      scores the same finite number. If a bias of -inf hides them, the output is 0 (JAX: NaN).
-    - Queries at ``query_seq_lengths`` and after get 0.
+    - ``is_causal`` and windows are aligned at the top left, ``q_offset=0``, even if Lq ≠ Lk.
+    - If all keys of a query are masked, its output is the mean of all values, because JAX replaces
+      masked scores by one finite number. If a bias of -inf hides all keys, its output is 0, while
+      in JAX it is NaN.
+    - The outputs of queries from index ``query_seq_lengths`` on are 0.
 
-    A difference from JAX: the width Dv of the values may differ from D.
+    Unlike in JAX, the width Dv of the values may differ from D.
 
-    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
-    In this order, JAX's names for them are B, N, K, T, S, H, H.
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
+    ``D`` head width, ``Dv`` value width. JAX's letters for these axes are B, N, K, T, S, H and H.
 
     Parameters
     ----------
@@ -61,15 +63,16 @@ def dot_product_attention(
     bias : array_like broadcastable to (B, H, Lq, Lk), optional
         Added to the scores, before the mask.
     mask : array_like broadcastable to (B, H, Lq, Lk), bool, optional
-        True = may attend.
+        True where a query may attend to a key.
     scale : float, optional
         Default is 1/√D.
     is_causal : bool, default False
-        Query i sees keys j ≤ i.
+        Whether query i attends only to keys j ≤ i.
     query_seq_lengths, key_value_seq_lengths : array_like of shape (B,), int, optional
         The numbers of queries and keys in each batch entry. Default is all.
     local_window_size : int or pair of int, optional
-        (left, right), both inclusive, or one number for both sides. Default is no window.
+        The numbers of visible keys before and after a query's position, or one number for both.
+        Default is no window.
     backend : str, default "auto"
         As in ``minimha.attention``.
 

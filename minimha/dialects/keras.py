@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import Backend, attention
+from minimha.api import attention
 from minimha.dialects.inputs import check_mapping, of_one_rank, parameter, refuse_dropout
 from minimha.dialects.masks import boolean_or_floating, broadcasts
 from minimha.dialects.results import like_argument
@@ -21,6 +21,7 @@ from minimha.equations.arguments import (
     integer,
     rectangular,
 )
+from minimha.equations.option_types import Backend
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
 
 Array = NDArray[Any]
@@ -56,46 +57,45 @@ def multi_head_attention(
 ) -> Any:
     """Return concat(head_0, …) W_o + b_o, like ``keras.layers.MultiHeadAttention`` in inference.
 
-    With ``use_gate`` the heads are multiplied by sigmoid(query W_g + b_g) before W_o.
+    With ``use_gate``, the heads are multiplied by sigmoid(query W_g + b_g) before W_o.
 
     Differences from ``minimha.attention``:
 
     - ``value`` comes before ``key``, whose default is ``value``.
-    - In every mask True or 1 = may attend; no mask is added to the scores.
-    - ``use_causal_mask`` and ``sliding_window`` are aligned top-left, ``q_offset=0``, even if
-      Lq ≠ Lk. A window is exclusive on both sides, abs(i - j) < w: ``window_size=(w - 1, w - 1)``.
-    - Tokens may have several axes; attention runs over ``attention_axes``, and all other axes are
+    - In every mask, True or 1 means that a query may attend; no mask is added to the scores.
+    - ``use_causal_mask`` and ``sliding_window`` are aligned at the top left, ``q_offset=0``, even
+      if Lq ≠ Lk. A window w hides keys j with |i - j| ≥ w: ``window_size=(w - 1, w - 1)``.
+    - Tokens may have several axes. Attention runs over ``attention_axes``; all other axes are
       batch axes.
-    - In Keras, requesting scores changes the output of a query that sees no key. Without scores,
-      for inputs of 3 axes without dropout, Keras returns the mean of all values, otherwise 0. Here
-      scores never change the output: ``empty_rows=None`` is Keras's output without scores, "zero"
-      the output with scores.
+    - The output of a query without visible keys depends on ``empty_rows``. In Keras, the output is
+      the mean of all values if inputs have 3 axes, dropout is 0 and scores are not requested. In
+      all other cases it is 0.
 
     Differences from Keras:
 
-    - A NaN in a hidden value stays hidden; in Keras the NaN reaches the output.
+    - A NaN in a hidden value does not reach the output; in Keras it does.
     - The output has the inputs' dtype (Keras: the layer's); 16-bit results are rounded once.
     - ``query_mask`` has an effect. Keras ignores this argument and reads the mask attached to the
       query, for example by a ``Masking`` layer.
     - The first axis of every mask is the batch. Keras broadcasts a padding mask's first axis
       against the heads of an ``attention_mask`` of four axes.
 
-    Arguments that matter only in training, and ``flash_attention``, are not accepted.
+    ``flash_attention``, and arguments that matter only in training, are not accepted.
 
-    Axes: ``B`` batch, ``H`` heads, ``Lq``, ``Lk``, ``D`` = key_dim, ``Dv`` = value_dim, and ``E``,
-    ``Ek``, ``Ev`` the widths of query, key and value.
+    Axes: ``B`` batch, ``H`` heads, ``Lq`` queries, ``Lk`` keys, ``D`` = key_dim, ``Dv`` =
+    value_dim, and ``E``, ``Ek``, ``Ev`` the widths of query, key and value.
 
     Parameters
     ----------
     params : mapping of str to array_like
-        The layer's weights by their paths, ``{w.path: w.numpy() for w in layer.weights}``. Only
-        the last two names of a path matter: query/kernel (E, H, D), key/kernel (Ek, H, D),
-        value/kernel (Ev, H, Dv), attention_output/kernel (H, Dv, E); with ``use_bias`` query/bias
-        (H, D), key/bias (H, D), value/bias (H, Dv), attention_output/bias (E,); with ``use_gate``
-        gate/kernel (E, H, Dv), gate/bias (H, Dv).
+        The layer's weights by path, ``{w.path: w.numpy() for w in layer.weights}``. Only the last
+        two names of a path matter: query/kernel (E, H, D), key/kernel (Ek, H, D), value/kernel
+        (Ev, H, Dv), attention_output/kernel (H, Dv, E). ``use_bias`` adds query/bias (H, D),
+        key/bias (H, D), value/bias (H, Dv) and attention_output/bias (E,). ``use_gate`` adds
+        gate/kernel (E, H, Dv) and gate/bias (H, Dv).
     query : array_like of shape (B, Lq, E), or with more axes of tokens
-    value : array_like of shape (B, Lk, Ev), likewise
-    key : array_like of shape (B, Lk, Ek), likewise, optional
+    value : array_like of shape (B, Lk, Ev), or with more axes of tokens
+    key : array_like of shape (B, Lk, Ek), or with more axes of tokens, optional
         Default is ``value``.
     num_heads, key_dim : int
         H and D.
@@ -110,23 +110,25 @@ def multi_head_attention(
     attention_axes : int or sequence of int, optional
         Axes of query between the first and the last. Default is all of them.
     sliding_window : int, optional
-        The window w, at least 1. With 1, every query sees only its own key.
+        The window w, at least 1. With 1, every query attends only to its own key.
     use_gate : bool, default False
         Whether the layer has gates.
     query_mask : array_like of shape (B, Lq), bool, optional
+        False hides all keys from the query.
     value_mask, key_mask : array_like of shape (B, Lk), bool, optional
+        False in either mask hides the key from all queries.
     attention_mask : array_like of shape (Lq, Lk), (B, Lq, Lk) or (B, H, Lq, Lk), bool, optional
-        Each size may be 1. With more axes of tokens, Lq and Lk are the ``attention_axes`` in
-        their order, and all other axes follow B.
+        False hides the key from the query. Each size may be 1. With more axes of tokens, Lq and Lk
+        are the ``attention_axes`` in their order, and all other axes follow B.
     return_attention_scores : bool, default False
-        Return the weights of the softmax too.
+        Whether to return the attention weights too.
     use_causal_mask : bool, default False
-        Query i sees keys j ≤ i.
+        Whether query i attends only to keys j ≤ i.
     empty_rows : {None, "mean", "zero"}, default None
-        The heads of a query that sees no key: the mean of all values, or 0. None is "mean" if
-        query has 3 axes, else "zero".
+        The heads' output for a query without visible keys: the mean of all values, or 0. None is
+        what Keras does if scores are not requested: "mean" if query has 3 axes, else "zero".
     backend : str, default "auto"
-        That of ``minimha.attention``.
+        As in ``minimha.attention``.
 
     Returns
     -------
@@ -190,19 +192,20 @@ def grouped_query_attention(
 ) -> Any:
     """Return attention with shared key/value heads, like ``keras.layers.GroupQueryAttention``.
 
-    The conventions are those of ``multi_head_attention``, with three exceptions: inputs have 3
-    axes, Dv = D = head_dim, and Keras does not ignore ``query_mask``.
+    The conventions are those of ``multi_head_attention``, but inputs have 3 axes and Dv = D =
+    head_dim. ``query_mask`` has an effect in both functions. In Keras, it has an effect in
+    GroupQueryAttention, but not in MultiHeadAttention.
 
-    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D`` = head_dim,
-    and ``E``, ``Ek``, ``Ev`` the widths of query, key and value.
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
+    ``D`` = head_dim, and ``E``, ``Ek``, ``Ev`` the widths of query, key and value.
 
     Parameters
     ----------
     params : mapping of str to array_like
-        The layer's weights by their paths: query/kernel (E, H, D), key/kernel (Ek, Hkv, D),
-        value/kernel (Ev, Hkv, D), attention_output/kernel (H, D, E); with ``use_bias`` query/bias
-        (H, D), key/bias and value/bias (Hkv, D), attention_output/bias (E,); with ``use_gate``
-        gate/kernel (E, H, D), gate/bias (H, D).
+        The layer's weights by path: query/kernel (E, H, D), key/kernel (Ek, Hkv, D), value/kernel
+        (Ev, Hkv, D), attention_output/kernel (H, D, E). ``use_bias`` adds query/bias (H, D),
+        key/bias and value/bias (Hkv, D), and attention_output/bias (E,). ``use_gate`` adds
+        gate/kernel (E, H, D) and gate/bias (H, D).
     query : array_like of shape (B, Lq, E)
     value : array_like of shape (B, Lk, Ev)
     key : array_like of shape (B, Lk, Ek), optional
@@ -211,8 +214,10 @@ def grouped_query_attention(
         D, H and Hkv. H must be a multiple of Hkv: query head h reads key/value head
         h // (H // Hkv).
     dropout, use_bias, sliding_window, use_gate : optional
-    query_mask, value_mask, key_mask, attention_mask : optional
-    return_attention_scores, use_causal_mask, empty_rows, backend : optional
+        As in ``multi_head_attention``.
+    query_mask, value_mask, key_mask, attention_mask, use_causal_mask : optional
+        As in ``multi_head_attention``.
+    return_attention_scores, empty_rows, backend : optional
         As in ``multi_head_attention``; ``empty_rows=None`` is "mean".
 
     Returns

@@ -1,6 +1,6 @@
 """ONNX's operators Attention, RotaryEmbedding and TensorScatter.
 
-Names, layouts and defaults are those of the specification, https://onnx.ai/onnx/operators.
+Names, layouts and defaults follow the specification, https://onnx.ai/onnx/operators.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import Backend
 from minimha.api import attention as minimha_attention
 from minimha.dialects.inputs import check_within, integers, of_one_rank
 from minimha.dialects.masks import boolean_or_floating, broadcasts
@@ -23,6 +22,7 @@ from minimha.equations.arguments import (
     number,
     rectangular,
 )
+from minimha.equations.option_types import Backend
 from minimha.layers.rope import rotate_by_table
 
 Array = NDArray[Any]
@@ -37,7 +37,7 @@ WORDS = {
 
 
 class AttentionOutputs(NamedTuple):
-    """The results of ONNX's Attention; ``qk_matmul_output`` is None unless requested."""
+    """The outputs of ONNX's Attention; ``qk_matmul_output`` is None unless requested."""
 
     Y: Any
     present_key: Any
@@ -67,21 +67,21 @@ def attention(
     return_qk_matmul_output: bool = False,
     backend: Backend = "auto",
 ) -> AttentionOutputs:
-    """Return softmax(scale · Q Kᵀ + mask) V, like ONNX's Attention, opsets 23 to 25.
+    """Return softmax(scale · Q Kᵀ + mask) V, like ONNX's Attention in opsets 23 to 25.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``P`` past keys,
     ``L`` new keys, ``Lk`` = P + L, ``D`` head width, ``Dv`` value width.
 
     Differences from ``minimha.attention``:
 
-    - Causality and windows need no offset: query i is at key position i + P with a past, at
-      i + nonpad_kv_seqlen - Lq with ``nonpad_kv_seqlen``, else at i.
+    - With a past, query i is at the position of key i + P. With ``nonpad_kv_seqlen``, it is at the
+      position of key i + nonpad_kv_seqlen - Lq, else at that of key i. There is no ``q_offset``.
     - A 3-D array is (B, L, heads · width), not (H, L, D).
-    - ``attn_mask`` is bool (True = may attend), or numbers, even integers, which are added to the
-      scores. A mask of three dimensions is (H, Lq, Lk).
-    - 0 is no softcap, -1 is an unbounded window side, flags are 0 and 1.
-    - ONNX rounds to the inputs' type after every step. Here 16-bit inputs are computed in float32
-      and rounded once; the results may differ by one unit in the last place.
+    - ``attn_mask`` is bool (True where a query may attend), or numbers, even integers, which are
+      added to the scores. A mask with three axes is (H, Lq, Lk).
+    - ``softcap=0`` means no cap, and a window side of -1 is unbounded. Flags are 0 or 1.
+    - ONNX rounds to the inputs' type after every step. This function computes 16-bit inputs in
+      float32 and rounds once, so results may differ by one unit in the last place.
 
     Parameters
     ----------
@@ -89,45 +89,48 @@ def attention(
     K : array_like of shape (B, Hkv, L, D) or (B, L, Hkv * D), the dtype of Q
     V : array_like of shape (B, Hkv, L, Dv) or (B, L, Hkv * Dv)
     attn_mask : array_like that broadcasts to (B, H, Lq, Lk), bool or numbers, optional
-        A shorter last axis hides later keys, as in opsets 24 and 25 and in ONNX's reference for
-        23: length 1 hides all keys but key 0. It must reach the largest ``nonpad_kv_seqlen``.
+        A last axis shorter than Lk hides later keys, as in opsets 24 and 25 and in ONNX's
+        reference for 23. It must not be shorter than the largest ``nonpad_kv_seqlen``.
     past_key : array_like of shape (B, Hkv, P, D), the dtype of K, optional
     past_value : array_like of shape (B, Hkv, P, Dv), the dtype of V, optional
     nonpad_kv_seqlen : array_like of shape (B,), int, optional
-        Only keys j < nonpad_kv_seqlen exist. Not allowed with a past. Default is all keys.
+        The number of unpadded keys in each batch entry. Not allowed with a past. Default is Lk.
     is_causal : {0, 1}, default 0
+        Whether (1) or not (0) to hide the keys after a query's position.
     kv_num_heads, q_num_heads : int, optional
-        Hkv and H, required with 3-D inputs. With 4-D inputs they must equal the shapes' numbers of
-        heads; opset 25 forbids them there.
+        Hkv and H, required with 3-D inputs. With 4-D inputs, they must equal the numbers of heads
+        in the shapes; opset 25 forbids them there.
     left_window_size, right_window_size : int, default -1
-        Inclusive; -1 is no limit.
+        The numbers of visible keys before and after a query's position; -1 means no limit.
     qk_matmul_output_mode : {0, 1, 2, 3}, default 0
-        The content of ``qk_matmul_output``: scaled, capped or masked scores, or weights.
-        Mode 0 is not capped, as in the specification; ONNX's reference caps it.
+        The content of ``qk_matmul_output``: scores that are scaled (0), then capped (1), then
+        masked (2), or weights (3). In mode 0 scores are not capped, as in the specification;
+        ONNX's reference implementation caps them.
     scale : float, optional
-        Default is 1/√D. Not negative, because ONNX multiplies Q and K by √scale each.
+        Default is 1/√D. Not negative, because ONNX multiplies both Q and K by √scale.
     softcap : float, default 0.0
-        Positive c: scores become c · tanh(score / c).
+        A positive number c caps scores: c · tanh(score / c).
     softmax_precision : {1, 10, 11, 16}, optional
-        The least precision: float, float16, double or bfloat16. 11 computes everything in float64;
-        with other values the inputs decide between float32 and float64.
+        The least precision: float (1), float16 (10), double (11) or bfloat16 (16). Only double has
+        an effect here: the whole attention is computed in float64. By default, inputs of float32 or
+        16 bits are computed in float32, others in float64.
     return_qk_matmul_output : bool, default False
-        Also return the debug output, which is computed separately and does not change Y.
+        Whether to return ``qk_matmul_output``, which is computed separately from Y.
     backend : str, default "auto"
-        As in ``minimha.attention``, for Y.
+        The backend for Y, as in ``minimha.attention``.
 
     Returns
     -------
     AttentionOutputs
         ``Y`` of shape (B, H, Lq, Dv) or (B, Lq, H * Dv), ``present_key`` (B, Hkv, Lk, D),
         ``present_value`` (B, Hkv, Lk, Dv), ``qk_matmul_output`` (B, H, Lq, Lk) or None, as arrays
-        of Q's library. Y and the debug output have the dtype of Q. A query that sees no key gets 0.
-        Without a past the present is a view of K and V.
+        of Q's library. Y and qk_matmul_output have the dtype of Q. Y is 0 for a query without
+        visible keys. Without a past, present_key and present_value are views of K and V.
 
     Raises
     ------
     TypeError, ValueError
-        An attribute is outside its range, 3-D inputs have no number of heads, or shapes do not fit.
+        An attribute is out of range, 3-D inputs have no number of heads, or shapes do not fit.
 
     References
     ----------
@@ -188,11 +191,11 @@ def rotary_embedding(
     num_heads: int | None = None,
     rotary_embedding_dim: int = 0,
 ) -> Any:
-    """Rotate each pair (x1, x2) in X by an angle, like ONNX's RotaryEmbedding, opset 23.
+    """Apply rotary position embedding to X, like ONNX's RotaryEmbedding in opset 23.
 
-    The result is (x1 cos - x2 sin, x1 sin + x2 cos). 16-bit inputs are computed in float32 and
-    rounded once, while ONNX rounds every product. Axes: ``B`` batch, ``H`` heads, ``L`` tokens,
-    ``D`` head width, ``R`` rotated width; the tables have each angle once, so width R / 2.
+    A pair (x1, x2) becomes (x1 cos - x2 sin, x1 sin + x2 cos). 16-bit inputs are computed in
+    float32 and rounded once, while ONNX rounds every product. Axes: ``B`` batch, ``H`` heads, ``L``
+    tokens, ``D`` head width, ``R`` rotated width.
 
     Parameters
     ----------
@@ -202,11 +205,11 @@ def rotary_embedding(
     position_ids : array_like of shape (B, L), int, optional
         From 0 to positions - 1.
     interleaved : {0, 1}, default 0
-        0 pairs entry i with entry i + R / 2, 1 pairs entry 2 i with entry 2 i + 1.
+        0 pairs entry i with entry i + R / 2; 1 pairs entry 2 i with entry 2 i + 1.
     num_heads : int, optional
         H, required with a 3-D X.
     rotary_embedding_dim : int, default 0
-        R, even; entries after the first R are not rotated. 0 means D.
+        R, an even number; entries after the first R are not rotated. 0 means D.
 
     Returns
     -------
@@ -215,7 +218,7 @@ def rotary_embedding(
     Raises
     ------
     TypeError, ValueError
-        An attribute is outside its range, a 3-D X has no ``num_heads``, or tables do not fit.
+        An attribute is out of range, a 3-D X has no ``num_heads``, or tables do not fit.
 
     References
     ----------
@@ -259,21 +262,19 @@ def tensor_scatter(
     axis: int = -2,
     mode: str = "linear",
 ) -> Any:
-    """Return a copy of ``past_cache`` with ``update`` written from ``write_indices`` on.
-
-    This is ONNX's TensorScatter, opset 24.
+    """Return a copy of a cache with ``update`` written into it, like ONNX's TensorScatter.
 
     Parameters
     ----------
     past_cache : array_like of shape (B, …, Lmax, …)
     update : array_like of shape (B, …, L, …), the dtype of ``past_cache``
-        L ≤ Lmax; other axes are as in ``past_cache``.
+        L ≤ Lmax; all other axes are as in ``past_cache``.
     write_indices : array_like of shape (B,), int, optional
-        The start of each batch entry's update. Default is 0.
+        The index in each batch entry at which the update starts. Default is 0.
     axis : int, default -2
-        The axis of Lmax and L; not the batch.
+        The axis of Lmax and L, which cannot be the batch axis.
     mode : {"linear", "circular"}, default "linear"
-        A "linear" update must end within the cache; a "circular" update continues at the start.
+        A "linear" update must end within the cache; a "circular" update continues at index 0.
 
     Returns
     -------
@@ -282,8 +283,8 @@ def tensor_scatter(
     Raises
     ------
     TypeError, ValueError
-        An attribute is outside its range, shapes differ in axes other than ``axis``, or a linear
-        update does not fit into the cache.
+        An attribute is out of range, shapes differ in axes other than ``axis``, or a linear update
+        does not fit into the cache.
 
     References
     ----------
@@ -431,7 +432,7 @@ def _window(left: int, right: int) -> tuple[int | None, int | None]:
 
 
 def _debug_output(arrays: list[Array], options: dict[str, Any], mode: int) -> Array:
-    """Return the result of the last step that belongs to one of the modes 0 to ``mode``."""
+    """Return the last intermediate that belongs to one of the modes 0 to ``mode``."""
     wanted = [name for steps in STEPS[: mode + 1] for name in steps]
     last: list[Array] = []
 
@@ -468,7 +469,7 @@ def _angles(
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return an integer attribute after a check; booleans count as ONNX's flags 0 and 1."""
+    """Return a checked integer attribute; booleans count as ONNX's flags 0 and 1."""
     whole = integer(name, int(value) if isinstance(value, (bool, np.bool_)) else value, low)
     if high is not None and whole > high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")

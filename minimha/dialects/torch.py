@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import Backend, attention
+from minimha.api import attention
 from minimha.dialects.inputs import check_mapping, of_one_rank, parameter, refuse_dropout
 from minimha.dialects.masks import boolean_or_floating, broadcasts, owner_by_axes, owner_by_values
 from minimha.dialects.results import like_argument
@@ -23,6 +23,7 @@ from minimha.equations.arguments import (
     rectangular,
 )
 from minimha.equations.block_mask import BlockMask
+from minimha.equations.option_types import Backend
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
 
 Array = NDArray[Any]
@@ -46,14 +47,14 @@ def scaled_dot_product_attention(
 
     Differences from ``minimha.attention``:
 
-    - ``attn_mask`` is bool (True = may attend), or float and added to the scores.
-    - ``is_causal`` is aligned top-left, ``q_offset=0``, even if Lq ≠ Lk.
+    - ``attn_mask`` is bool (True where a query may attend), or float and added to the scores.
+    - ``is_causal`` is aligned at the top left, ``q_offset=0``, even if Lq ≠ Lk.
     - Arrays and masks may have any number of leading axes, which broadcast.
-    - Only with ``enable_gqa`` K and V may have fewer heads than Q, and different numbers of them.
+    - K and V may have fewer heads than Q, or differ in number of heads, only if ``enable_gqa``.
 
-    A query that sees no key gets 0 in both libraries. In two cases torch's output is NaN, but keys
-    stay hidden here. Either a hidden key contains NaN, or ``is_causal`` comes with a scale of 0 or
-    less: fused kernels multiply the -inf of hidden keys by the scale.
+    The output of a query without visible keys is 0 in both libraries. In two cases, torch's output
+    is NaN and minimha's is not: if a hidden key contains NaN, and if ``is_causal`` with a ``scale``
+    of 0 or less, since torch's fused kernels multiply the -inf of hidden keys by the scale.
 
     Axes: ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys, ``D`` head width,
     ``Dv`` value width.
@@ -64,17 +65,18 @@ def scaled_dot_product_attention(
     key : array_like of shape (..., Hkv, Lk, D) or (Lk, D)
     value : array_like of shape (..., Hkv, Lk, Dv) or (Lk, Dv)
     attn_mask : array_like broadcastable to (..., H, Lq, Lk), bool or float, optional
-        At least 2 dimensions.
+        It must have at least 2 axes.
     dropout_p : float, default 0.0
         Must be 0; minimha computes inference.
     is_causal : bool, default False
-        Query i sees keys j ≤ i, except keys that ``attn_mask`` hides.
+        Whether query i attends only to keys j ≤ i. With ``attn_mask``, a key must be visible by
+        both.
     scale : float, optional
         Default is 1/√D.
     enable_gqa : bool, default False
-        Allow Hkv to be a divisor of H: query head h reads key/value head h // (H // Hkv).
+        Whether Hkv may be a divisor of H. Query head h then reads key/value head h // (H // Hkv).
     backend : str, default "auto"
-        That of ``minimha.attention``.
+        As in ``minimha.attention``.
 
     Returns
     -------
@@ -86,7 +88,7 @@ def scaled_dot_product_attention(
 
     Examples
     --------
-    Three queries, two keys: the causal mask begins at the top left.
+    With three queries and two keys, the causal mask begins at the top left.
 
     >>> q, k, v = np.zeros((3, 1)), np.zeros((2, 1)), np.array([[2.0], [4.0]])
     >>> scaled_dot_product_attention(q, k, v, is_causal=True).ravel()
@@ -123,11 +125,12 @@ def flex_attention(
 ) -> Any:
     """Return softmax(score_mod(scale · Q Kᵀ)) V, like ``torch.nn.attention.flex_attention``.
 
-    ``score_mod`` and ``mask_mod`` are compiled as the notes of ``minimha.attention`` say; they may
-    use torch's tensors and elementwise functions. Queries and keys are both counted from 0,
-    ``q_offset=0``, even if Lq ≠ Lk.
+    ``score_mod`` and ``mask_mod`` are compiled as described in the notes of ``minimha.attention``.
+    They may use torch's tensors and elementwise functions. Queries and keys are both counted from
+    0, ``q_offset=0``, even if Lq ≠ Lk.
 
-    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
+    ``D`` head width, ``Dv`` value width.
 
     Parameters
     ----------
@@ -135,19 +138,19 @@ def flex_attention(
     key : array_like of shape (B, Hkv, Lk, D) or (1, Hkv, Lk, D)
     value : array_like of shape (B, Hkv, Lk, Dv) or (1, Hkv, Lk, Dv)
     score_mod : callable ``score_mod(score, b, h, q_idx, kv_idx) -> score``, optional
-        Returns the new score for a scaled score.
+        Returns the new value of a scaled score, from the indices of batch, head, query and key.
     mask_mod : callable ``mask_mod(b, h, q_idx, kv_idx) -> bool``, optional
-        True = may attend.
+        Returns True if the query may attend to the key.
     scale : float, optional
         Default is 1/√D.
     enable_gqa : bool, default False
-        Allow Hkv to be a divisor of H; otherwise Hkv must be H.
+        Whether Hkv may be a divisor of H; otherwise Hkv must equal H.
     return_lse : bool, default False
-        Return the log-sum-exp too, -inf for a query that sees no key.
+        Whether to return the log-sum-exp too; it is -inf for a query without visible keys.
     block_mask : minimha.BlockMask or torch's BlockMask, optional
-        Replaces ``mask_mod``. Of torch's BlockMask only the function is used.
+        Replaces ``mask_mod``. Only the function of torch's BlockMask is used.
     backend : str, default "auto"
-        That of ``minimha.attention``.
+        As in ``minimha.attention``.
 
     Returns
     -------
@@ -200,18 +203,19 @@ def multihead_attention(
 
     Differences from ``minimha.attention``:
 
-    - In both masks True = **ignore**; a float mask is added.
+    - In both masks, True means **ignore**; a float mask is added to the scores.
     - The batch is the second axis unless ``batch_first``.
-    - Weights are (out, in), applied as x @ W.T.
+    - Weight matrices are (out, in), applied as x @ W.T.
     - ``bias_k`` and ``bias_v``, then the zero key of ``add_zero_attn``, are appended as keys that
-      no mask hides; the returned weights have columns for these keys.
+      no mask hides. The returned weights have columns for these keys.
 
-    Differences from torch: if a query sees no key, the output is b_o and the weights are 0; torch
-    gives NaN in most modes. ``need_weights`` and ``is_causal`` do not change the output. In torch,
-    ``is_causal`` without weights replaces the mask by a causal one, which also hides appended keys.
+    Differences from torch: for a query without visible keys, the output is b_o and the weights are
+    0, while torch returns NaN in most modes. ``need_weights`` and ``is_causal`` do not change the
+    output. In torch, ``is_causal`` with ``need_weights=False`` replaces ``attn_mask`` by a causal
+    mask, which also hides appended keys.
 
-    Axes: ``B`` batch, ``H`` heads, ``Lq``, ``Lk``, ``E`` model width, ``Ek`` and ``Ev`` the widths
-    of key and value (torch's kdim, vdim).
+    Axes: ``B`` batch, ``H`` heads, ``Lq`` queries, ``Lk`` keys, ``E`` model width, ``Ek`` and
+    ``Ev`` the widths of key and value (torch's kdim, vdim).
 
     Parameters
     ----------
@@ -225,23 +229,25 @@ def multihead_attention(
     num_heads : int
         H, a divisor of E.
     key_padding_mask : array_like of shape (B, Lk), (Lk,) without a batch, bool or float, optional
+        True hides the key from all queries.
     attn_mask : array_like of shape (Lq, Lk) or (B * H, Lq, Lk), bool or float, optional
+        True hides the key from the query.
     is_causal : bool, default False
-        torch's hint that ``attn_mask`` is causal; only the mask has an effect.
+        torch's hint that ``attn_mask`` is causal, which has no effect here.
     need_weights : bool, default True
-        Return the weights too.
+        Whether to return the attention weights too.
     average_attn_weights : bool, default True
-        Return the mean of the weights over the heads.
+        Whether the returned weights are the mean over the heads, or those of each head.
     add_zero_attn, batch_first : bool, default False
         As in the module's constructor.
     backend : str, default "auto"
-        That of ``minimha.attention``.
+        As in ``minimha.attention``.
 
     Returns
     -------
     output : array of query's library and shape
-    weights : array of shape (B, Lq, Lk + extra), (B, H, Lq, Lk + extra) without the mean, or None
-        Without B if query has none; None if not ``need_weights``.
+    weights : array of shape (B, Lq, Lk + appended keys), or None unless ``need_weights``
+        (B, H, Lq, …) unless ``average_attn_weights``. Without B if query has no batch axis.
 
     References
     ----------
@@ -292,7 +298,7 @@ def multihead_attention(
 
 
 def _arrays(query: ArrayLike, key: ArrayLike, value: ArrayLike, least: int) -> list[Array]:
-    """Return query, key and value as floating arrays; ValueError if last axes do not fit."""
+    """Return query, key and value as floating arrays; raise ValueError if last axes do not fit."""
     given = {"query": query, "key": key, "value": value}
     q, k, v = arrays = [as_floating(name, array) for name, array in given.items()]
     for name, array in zip(given, arrays, strict=True):
@@ -373,7 +379,7 @@ def _sdpa_mask(attn_mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str,
 
 
 def _mask(name: str, value: ArrayLike, meaning: str) -> Array:
-    """Return ``value`` as an array of bool or of floats; TypeError for integers."""
+    """Return ``value`` as an array of bool or of floats; raise TypeError for integers."""
     mask = rectangular(name, value)
     if mask.dtype.kind in "iu":
         raise TypeError(

@@ -1,8 +1,8 @@
 """Attention modules of Hugging Face's transformers 5, built from their weights and config.
 
-A module becomes a ``MultiHeadAttention`` whose steps can all be tapped. The table ``CONVENTIONS``
-lists how the classes differ. ``latent_attention`` builds DeepSeek's modules. ``register`` lets
-whole models of the library call minimha.
+A module becomes a ``MultiHeadAttention``, whose intermediates can all be recorded. The table
+``CONVENTIONS`` lists how the classes differ. ``latent_attention`` builds DeepSeek's modules.
+``register`` makes minimha available to whole models of the library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import Backend, attention
+from minimha.api import attention
 from minimha.dialects.inputs import with_axes
 from minimha.dialects.masks import boolean_or_floating, owner_by_values, score_options
 from minimha.dialects.results import like_argument
@@ -33,6 +33,7 @@ from minimha.dialects.transformers_latent import latent_attention
 from minimha.dialects.transformers_weights import Weights
 from minimha.equations.arguments import argument_names, as_floating, flag, integer, rectangular
 from minimha.equations.arrays import bfloat16, like
+from minimha.equations.option_types import Backend
 from minimha.equations.tap import Tap, no_tap
 from minimha.layers.biases import alibi_slopes, t5_bias
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
@@ -53,7 +54,7 @@ REQUIRED = ("position_embeddings", "position_ids", "alibi", "residual")  # by cl
 class DynamicCache:
     """A cache of one module's keys and values, like one layer of transformers' DynamicCache.
 
-    Unlike ``minimha.layers.cache.KVCache``, it has no positions: only the mask hides keys.
+    Unlike ``minimha.layers.cache.KVCache``, it stores no positions; only the mask hides keys.
 
     Attributes
     ----------
@@ -71,11 +72,11 @@ class DynamicCache:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens so far, (1,), for all batch entries."""
+        """The number of cached tokens, (1,), which is the same for all batch entries."""
         return np.array([self.get_seq_length()])
 
     def append(self, k: Array, v: Array) -> None:
-        """Add the keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) of the next tokens."""
+        """Append the keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) of the next L tokens."""
         self._before = self.keys, self.values
         if self.keys is not None and self.values is not None:
             for name, new, old in (("keys", k, self.keys), ("values", v, self.values)):
@@ -101,11 +102,11 @@ class DynamicCache:
         tap: Tap = no_tap,
         **options: Any,
     ) -> Any:
-        """Return the heads' outputs (B, H, L, Dv) for the queries ``q``, over the cached keys.
+        """Return the heads' outputs (B, H, L, Dv) for the queries ``q`` over the cached keys.
 
-        Only the latest ``columns`` keys are used, by default all; ``options`` are those of
-        ``minimha.attention``. The weights (B, H, L, columns) are appended to ``weights``, if given.
-        ValueError is raised if the cache is empty.
+        Only the latest ``columns`` keys are used, by default all. ``options`` are those of
+        ``minimha.attention``. If ``weights`` is a list, the attention weights (B, H, L, columns)
+        are appended to it. Raises ValueError if the cache is empty.
         """
         if self.keys is None or self.values is None:
             raise ValueError("past_key_values is empty: append keys and values before attending")
@@ -117,26 +118,26 @@ class DynamicCache:
 
 
 class AttentionModule:
-    """An attention module of transformers, to be called like its forward: ``module(x, …)``.
+    """An attention module of transformers 5, called with the arguments of its ``forward``.
 
     Differences from ``minimha.attention``:
 
-    - A mask is added to the scores, so 0 hides nothing. In a boolean mask True = may attend (MPT:
-      True = hidden). Without a mask, several tokens are causal if ``is_causal``, as with every
-      attn_implementation but "eager", which always has a mask. Windows must be in the mask.
-    - transformers' masks hide with the lowest finite number of their dtype. A query whose keys are
-      all hidden gets the mean of all values, as in transformers (minimha: 0).
+    - A mask of numbers is added to the scores, so 0 hides nothing. In a boolean mask, True means
+      that a query may attend (in MPT: that the key is hidden). Without a mask, self-attention of
+      several tokens is causal if ``is_causal`` is True. Windows must be part of the mask.
+    - transformers' masks hide keys by the lowest finite number of their dtype. If all keys of a
+      query are hidden, its output is the mean of all values, as in transformers, not 0.
     - ``position_embeddings`` are tables of cos and sin; most contain each angle twice.
-    - T5 does not scale; Gemma's scale is 1/√query_pre_attn_scalar, Granite's attention_multiplier.
-    - Gemma's gains are 1 + w.
+    - T5 does not scale. Gemma's scale is 1/√query_pre_attn_scalar, Granite's attention_multiplier.
+    - The gains of Gemma's norms are 1 + weight.
 
     Differences from transformers:
 
     - The module computes ``attn_implementation="eager"`` in inference. 16-bit inputs are computed
       in float32 and rounded once at the end. float64 stays float64, while many classes compute the
       softmax in float32.
-    - ``past_key_values`` has the tokens of this module only, and cross-attention projects the
-      context again in every call.
+    - ``past_key_values`` has only this module's tokens, and cross-attention projects the context
+      again in every call.
     - A call always returns (output, weights). ``compute_bias`` returns T5's bias.
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``Hkv`` key/value heads, ``D``
@@ -145,7 +146,7 @@ class AttentionModule:
     Parameters
     ----------
     cls : str
-        The class's name, such as "LlamaAttention"; ``CLASSES`` has all of them.
+        The name of the class, such as "LlamaAttention"; ``CLASSES`` has all names.
     params : mapping of str to array_like
         The module's ``state_dict()`` as arrays.
     config : mapping of str to Any
@@ -153,7 +154,7 @@ class AttentionModule:
         number of heads. ``is_decoder`` decides T5's buckets, and whether the encoder's or the
         decoder's number of heads is used.
     layer_idx : int, default 0
-        The number of the module's layer, from 0; GPT-2's scale may depend on it.
+        The index of the module's layer, from 0; GPT-2's scale may depend on it.
     is_causal : bool, optional
         Whether attention is causal without a mask: ``module.is_causal`` in transformers. The
         default follows from the class and ``is_decoder``. It is None (unknown) for modules of
@@ -162,7 +163,7 @@ class AttentionModule:
     Attributes
     ----------
     is_causal : bool or None
-        As given, or the default. If None, every call needs a mask.
+        The argument, or its default. If None, self-attention of several tokens needs a mask.
     layer : MultiHeadAttention
         The module's projections and norms. ``layer.rope`` is None, because each call passes the
         angles; to use the layer alone, set ``layer.rope``. ``W_o`` is the identity if another
@@ -173,8 +174,8 @@ class AttentionModule:
     Raises
     ------
     TypeError, ValueError
-        The class is unknown. A weight is missing, does not fit, or is not used here (StableLM's
-        norms of each head). The config has no number of heads.
+        The class is unknown, the config has no number of heads, or a weight is missing, unsupported
+        or of a wrong shape. StableLM's norms of each head are unsupported.
 
     References
     ----------
@@ -235,23 +236,25 @@ class AttentionModule:
         tap: Tap = no_tap,
         **given: Any,
     ) -> tuple[Any, Any]:
-        """Return the output, and the weights if requested, like forward in transformers.
+        """Return the output, and the weights if requested, like ``forward`` in transformers.
 
         Parameters
         ----------
         hidden_states : array_like of shape (B, L, E)
         past_key_values : DynamicCache, optional
-            Earlier tokens. New keys and values are appended, unless the call fails.
+            The keys and values of earlier tokens. The call appends those of ``hidden_states``,
+            unless it raises an error.
         output_attentions : bool, default False
-            Return the weights too; the output does not change.
+            Whether to return the attention weights too.
         backend : str, default "auto"
             As in ``minimha.attention``.
         tap : callable ``tap(name, value) -> value``, optional
-            Receives every step; see ``MultiHeadAttention``.
+            Receives every intermediate array, as in ``MultiHeadAttention``.
         **given
-            The following arguments, if the class's forward takes them; optional unless "Required".
+            The arguments below that the ``forward`` of the class has. They are optional unless
+            marked "Required".
         attention_mask, mask : array_like broadcastable to (B, H, L, Lk), floating or bool
-            Named mask in T5. With a cache, Lk includes the earlier tokens; a mask with fewer
+            T5 calls it mask. With a cache, Lk includes the earlier tokens. A mask with fewer
             columns is for the latest keys, as in a sliding window.
         position_ids : array_like of shape (1, L) or (B, L), int
             Required by GPT-J. Other classes ignore them.
@@ -279,7 +282,7 @@ class AttentionModule:
         Raises
         ------
         TypeError, ValueError
-            An argument is unknown to the class, is missing, or does not fit. The cache is then
+            An argument is unknown to the class, missing, or of a wrong shape. The cache is then
             unchanged.
         """
         given = self._checked(given)
@@ -325,7 +328,7 @@ class AttentionModule:
         return output, weights
 
     def compute_bias(self, query_length: int, key_length: int, past_seen_tokens: int = 0) -> Any:
-        """Return T5's bias for queries that follow the first ``past_seen_tokens`` tokens.
+        """Return T5's bias for queries that follow the first ``past_seen_tokens`` keys.
 
         Parameters
         ----------
@@ -354,16 +357,16 @@ class AttentionModule:
 
     @like_argument("attention_mask")
     def compute_alibi(self, attention_mask: ArrayLike) -> Any:
-        """Return the ALiBi bias, slope · position, that BLOOM or Falcon passes to each module.
+        """Return the ALiBi bias, slope · position, which BLOOM and Falcon pass to each module.
 
         Positions count from the first token that is not padding. Falcon rounds slopes, positions
-        and products to bfloat16. Falcon's model also adds the result, scaled, to the mask, so that
+        and products to bfloat16. Falcon's model also adds the scaled result to the mask, so
         attn_implementation="eager" adds it twice and "sdpa" once.
 
         Parameters
         ----------
         attention_mask : array_like of shape (B, Lk), int or bool
-            The tokenizer's mask, 1 = may attend.
+            The tokenizer's mask: 1 for tokens, 0 for padding.
 
         Returns
         -------
@@ -372,8 +375,8 @@ class AttentionModule:
         Raises
         ------
         TypeError, ValueError
-            The class takes no alibi, the mask has another shape, or ml_dtypes, which bfloat16
-            needs, is not installed.
+            The class takes no alibi, the mask is not a 2-D array of int or bool, or ml_dtypes
+            (needed for Falcon's bfloat16) is not installed.
         """
         if "alibi" not in self.convention.takes:
             raise ValueError(f"this {self.cls} takes no alibi")
@@ -399,7 +402,7 @@ class AttentionModule:
         return self.is_causal
 
     def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that are not None; TypeError for unknown or missing arguments."""
+        """Return the arguments that are not None; raise TypeError for unknown or missing ones."""
         given = {name: value for name, value in given.items() if value is not None}
         takes = self.convention.takes
         if "position_ids" not in takes:
@@ -474,7 +477,7 @@ class AttentionModule:
 
 @dataclass(frozen=True)
 class _Tables:
-    """A ``Rotation`` by the angles of one call's tokens."""
+    """A ``Rotation`` by tables of the angles of one call's tokens."""
 
     head_dim: int
     rotary: Rotary

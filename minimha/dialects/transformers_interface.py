@@ -1,13 +1,14 @@
-"""Registration of minimha as an attention function that transformers' models can call."""
+"""Register minimha as an attention function for the models of transformers."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from minimha.api import Backend, attention
+from minimha.api import attention
 from minimha.dialects.masks import owner_by_values, score_options
 from minimha.equations.arguments import argument_names, as_floating, rectangular
+from minimha.equations.option_types import Backend
 from minimha.layers.multihead import attention_weights
 
 # transformers' names for the arguments of ``attention``.
@@ -26,18 +27,19 @@ REFUSED = {
 def register(name: str = "minimha", *, backend: Backend = "auto") -> None:
     """Add minimha to the choices of ``model.set_attn_implementation`` in transformers 5.
 
-    Arrays on the CPU are read in place, in their dtype, and grouped heads are not repeated. Masks
-    are those of "sdpa": boolean, including windows and padding, or None if a prompt is simply
-    causal. Soft caps, sinks and T5's biases are applied.
+    Arrays on the CPU are read without a copy, and grouped heads are not repeated. Masks are those
+    of "sdpa": boolean, including windows and padding, or None for a plain causal mask. Soft caps,
+    sinks and T5's biases are applied.
 
     Differences from "eager":
 
-    - 16 bits are computed in float32 and rounded once.
-    - A query that sees no key, such as left padding, gets 0, not the mean of all values.
+    - 16-bit numbers are computed in float32 and rounded once.
+    - The output of a query without visible keys, such as left padding, is 0, not the mean of all
+      values.
     - A call of the model must not record gradients.
 
-    Some models (BLOOM, Falcon, GPT-J, MPT) have a fixed attention: ``set_attn_implementation``
-    then warns and has no effect.
+    BLOOM, Falcon, GPT-J and MPT have a fixed attention function: ``set_attn_implementation`` then
+    warns and has no effect.
 
     Parameters
     ----------
@@ -93,11 +95,13 @@ def attention_forward(
 ) -> tuple[Any, Any]:
     """Return attention's output (B, Lq, H, Dv), and the weights (B, H, Lq, Lk) or None.
 
-    transformers' models pass query (B, H, Lq, D), key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv).
-    ``attention_mask`` and ``position_bias`` broadcast to (B, H, Lq, Lk); numbers are added to the
-    scores, and True = may attend. ``s_aux`` (H,) are sinks. ``is_causal`` defaults to the module's
-    attribute, or to True, and matters only without a mask, for several queries. ``others`` are
-    ignored as in "eager", but ValueError is raised if they would change the result.
+    The weights are None unless ``output_attentions``. transformers' models pass query (B, H, Lq,
+    D), key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv). ``attention_mask`` and ``position_bias``
+    broadcast to (B, H, Lq, Lk). A mask of numbers is added to the scores; in a boolean mask, True
+    means that a query may attend. ``s_aux`` (H,) are sinks. ``is_causal`` applies only to several
+    queries without a mask. By default, it is the module's attribute, or True if there is none.
+    ``dropout`` must be 0. ``others`` are further arguments of transformers, which are ignored as in
+    "eager". Those that would change the result raise ValueError, unless they are None.
     """
     _check_inference(query, key, value, dropout)
     for name, what in REFUSED.items():

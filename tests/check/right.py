@@ -23,6 +23,8 @@ def random_kernel(rng, dtype="float32"):
 
 def attend(how, dtype, q, k, v, return_lse=False, **o):
     """Attention over keys in blocks, in the way that ``how`` says."""
+    if {"cu_seqlens_q", "block_table", "score_mod", "mask_mod"} & set(o):
+        raise NotImplementedError("neither packed sequences nor pages nor functions")
     c = np.dtype(how["compute"])
     narrow = np.dtype(dtype)
     group = q.shape[1] // k.shape[1]

@@ -85,7 +85,7 @@ def test_conditions_are_known_ones():
         assert found <= {*OPPOSITES, *OPPOSITES.values()}
 
 
-@pytest.mark.parametrize(("condition", "option"), list(forgotten())[::13])
+@pytest.mark.parametrize(("condition", "option"), list(forgotten())[::17])
 def test_a_kernel_that_forgets_an_option_beside_another_is_named(condition, option):
     found, report = how_found(condition, option)
     assert found == "named", str(report)
@@ -93,7 +93,7 @@ def test_a_kernel_that_forgets_an_option_beside_another_is_named(condition, opti
     assert report.explains[0] == report.explains[1]
 
 
-@pytest.mark.parametrize(("condition", "option"), list(forgotten())[::29])
+@pytest.mark.parametrize(("condition", "option"), list(forgotten())[::41])
 def test_it_is_named_by_a_kernel_that_refuses_three_options_too(condition, option):
     free = [name for name in OPTIONS if name != option and not condition.startswith(name)]
     found, report = how_found(condition, option, refused=free[:3])
@@ -115,9 +115,16 @@ def test_a_kernel_that_is_wrong_at_one_width_is_told_so():
 
 def test_a_kernel_that_is_wrong_for_many_heads_is_told_so():
     def many(q, k, v, **options):
+        return attention(q, k, v * (1.1 if q.shape[1] > 16 else 1), **options).astype(q.dtype)
+
+    assert "wrong where H is 17 or more; it is right up to 16" in str(minimha.check(many))
+
+    def reversed_(q, k, v, **options):
         return attention(q, k[:, ::-1] if q.shape[1] > 16 else k, v, **options)
 
-    assert "wrong where H is 32 or more; it is right up to 16" in str(minimha.check(many))
+    report = minimha.check(reversed_)
+    assert report.deviations == ("kv_heads_misread",)
+    assert "group's, where H > 16" in str(report)
 
 
 def tiles(q, k, v, is_causal=False, softcap=None):
@@ -209,3 +216,42 @@ def test_the_seed_is_in_the_report():
     assert minimha.check(attention, seed=7).seed == 7
     with pytest.raises(TypeError, match="seed is 'x': expected an integer"):
         minimha.check(attention, seed="x")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_kernel_that_takes_16_bits_alone_is_asked_in_them(dtype):
+    def function(q, k, v):
+        if q.dtype.name != dtype:
+            raise TypeError(f"{q.dtype} is not {dtype}")
+        return minimha.attention(q, k, v)
+
+    report = minimha.check(function)
+    assert (report.verdict, report.dtype) == ("right", dtype)
+    with pytest.raises(ValueError, match=f"is not {dtype}"):
+        minimha.check(function, dtype="float32")
+
+
+@pytest.mark.parametrize("layout", ["BLHD", "LBHD", "BHDL"])
+def test_axes_may_have_another_order(layout):
+    there = ["BHLD".index(axis) for axis in layout]
+    back = [layout.index(axis) for axis in "BHLD"]
+
+    def function(q, k, v, is_causal=False, q_offset=None, return_lse=False):
+        inputs = (x.transpose(back) for x in (q, k, v))
+        found = minimha.attention(
+            *inputs, is_causal=is_causal, q_offset=q_offset, return_lse=return_lse,
+            backend="dense",
+        )  # fmt: skip
+        return (found[0].transpose(there), found[1]) if return_lse else found.transpose(there)
+
+    assert minimha.check(function, layout=layout).verdict == "right"
+    if layout == "BHDL":  # each of them is wrong otherwise; one of them shows it
+        assert minimha.check(function).verdict == "wrong"
+
+
+def test_a_layout_has_four_letters_and_is_for_functions_without_their_own():
+    for layout in ("BHL", "BHLE", "BHLDD"):
+        with pytest.raises(ValueError, match="expected the letters B, H, L and D"):
+            minimha.check(minimha.attention, layout=layout)
+    with pytest.raises(ValueError, match="that speaks jax has a layout of its own"):
+        minimha.check(minimha.attention, speaks="jax", layout="BLHD")

@@ -5,13 +5,12 @@ import numpy as np
 import pytest
 
 from minimha import attention
+from minimha.check.arranged import arranged
+from minimha.check.expanded import ARRANGING
 from minimha.check.problems import REQUIRED, graded, layer_problems
 
-# Functions cannot be given to a kernel in another language, so that none is asked for.
-OTHERS = {"q", "k", "v", "backend", "tap", "score_mod", "mask_mod"}
-# Nor are sequences packed: what a kernel computes of one, it is asked for in other problems.
-OTHERS |= {"cu_seqlens_q", "cu_seqlens_k", "block_table"}
-OPTIONS = set(inspect.signature(attention).parameters) - OTHERS
+OPTIONS = set(inspect.signature(attention).parameters) - {"q", "k", "v", "backend", "tap"}
+OPTIONS -= {*ARRANGING}  # no graded problem has these; reports list each of them
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -47,6 +46,10 @@ def test_every_option_is_asked_for_and_its_first_problem_has_no_other():
     assert set(seen) == OPTIONS
     alone = OPTIONS - {"q_offset"}  # which means something only beside another option
     assert all(seen[option] == {option} for option in alone)
+
+
+def test_what_no_graded_problem_has_is_asked_for_in_arranged_problems():
+    assert set(ARRANGING) <= {option for problem in arranged() for option in problem.options}
 
 
 def test_positions_and_masks_have_a_square_problem():

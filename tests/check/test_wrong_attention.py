@@ -65,6 +65,18 @@ def zero_from(first, name):
     return x[:, :, : 301 if first < 301 else 320]
 
 
+def zero_behind(name, which):
+    """K or V of a problem with zeros behind the lengths."""
+    x = PROBLEMS[name]
+    seen = np.arange(x["k"].shape[2]) < x["kv_lengths"][:, None, None]
+    return np.where(seen[..., None], x[which], 0)
+
+
+def masked(visible):
+    """A mask over 64 tokens in place of causality."""
+    return {"is_causal": False, "attn_mask": visible(*np.indices((64, 64)))}
+
+
 AS = {  # a deviation, a problem, and the arguments that have the same effect
     "scale_missing": ("one head", {"scale": 1.0}),
     "scale_1_over_d": ("one head", {"scale": 0.25}),
@@ -72,6 +84,14 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "scale_twice": ("scale", {"scale": 0.3125**2}),
     "scale_model_width": ("heads and batch", {"scale": 12**-0.5}),
     "scale_padded_width": ("one head", {"scale": 0.25}),
+    "scale_from_dv": ("narrow values", {"scale": 3**-0.5}),
+    "scale_from_length": ("one head", {"scale": 7**-0.5}),
+    "scale_of_0_ignored": ("scale of 0", {"scale": None}),
+    "window_of_0_ignored": ("window without a past", {"window_size": (None, 2)}),
+    "kv_batch_0_for_all": (
+        "heads and batch", {n: PROBLEMS["heads and batch"][n][[0, 0]] for n in "kv"},
+    ),
+    "scores_ignored": ("one head", {"scale": 0.0}),
     "scale_argument_ignored": ("scale", {"scale": None}),
     "softcap_ignored": ("softcap", {"softcap": None}),
     "bias_ignored": ("bias", {"attn_bias": None}),
@@ -88,6 +108,9 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
         "bias for each head, grouped heads",
         {"attn_bias": bias_of("bias for each head, grouped heads")[:, [0, 0, 1, 1]]},
     ),
+    "bias_row_0_for_all": ("bias", {"attn_bias": np.tile(bias_of("bias")[:1], (6, 1))}),
+    "bias_in_base_2": ("sinks", {"sinks": PROBLEMS["sinks"]["sinks"] * np.log2(np.e)}),
+    "added_twice": ("sinks", {"sinks": 2 * PROBLEMS["sinks"]["sinks"]}),
     "alibi_ignored": ("ALiBi", {"alibi_slopes": None}),
     "alibi_sign": ("ALiBi", {"alibi_slopes": -PROBLEMS["ALiBi"]["alibi_slopes"]}),
     "alibi_before_scale": ("ALiBi", {"alibi_slopes": PROBLEMS["ALiBi"]["alibi_slopes"] / 2}),
@@ -101,6 +124,12 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "causal_sees_one_ahead": ("causal", {"q_offset": 1}),
     "causal_top_left": ("causal, amid the keys", {"q_offset": 0}),
     "causal_bottom_right": ("causal, amid the keys", {"q_offset": 5}),
+    "causal_by_length": ("lengths, causal", {"q_offset": np.array([-3, -1])}),
+    "offset_batch_0_for_all": ("causal, an offset for each batch entry", {"q_offset": 1}),
+    "offset_subtracted": ("causal, amid the keys", {"q_offset": -2}),
+    "offset_added_twice": ("causal, amid the keys", {"q_offset": 4}),
+    "offset_moved": ("causal, amid the keys", {"q_offset": 3}),
+    "causal_in_blocks": ("causal, 64 tokens", masked(lambda i, j: j // 64 <= i // 64)),
     "causal_reversed": (
         "causal", {"is_causal": False, "attn_mask": np.triu(np.ones((6, 6), bool))},
     ),
@@ -115,6 +144,10 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "window_right_long": ("window", {"window_size": (3, 2)}),
     "window_left_ignored": ("window", {"window_size": (None, 1)}),
     "window_right_ignored": ("window", {"window_size": (3, None)}),
+    "window_sides_swapped": ("window", {"window_size": (1, 3)}),
+    "window_halved": ("window", {"window_size": (1, 0)}),
+    "window_symmetric": ("window", {"window_size": (3, 3)}),
+    "window_hides_future": ("window", {"window_size": (3, 0)}),
     "window_ignores_offset": ("window, more keys than queries", {"q_offset": 0}),
     "window_left_in_blocks": ("window, 301 keys", keys_from(192)),  # not from 228 on
     "window_starts_from_last_row": ("window, 301 keys", keys_from(256)),
@@ -131,6 +164,11 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
         "mask for each head, grouped heads",
         {"attn_mask": mask_of("mask for each head, grouped heads")[:, [0, 0, 1, 1]]},
     ),
+    "mask_row_0_for_all": ("mask", {"attn_mask": np.tile(mask_of("mask")[:1], (6, 1))}),
+    "hides_only_together": (
+        "mask, causal",
+        {"is_causal": False, "attn_mask": mask_of("mask, causal") | np.tri(6, dtype=bool)},
+    ),
     "mask_added_as_number": (
         "mask", {"attn_mask": None, "attn_bias": mask_of("mask").astype(np.float32)},
     ),
@@ -145,6 +183,16 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "lengths_ignored": ("lengths", {"kv_lengths": None}),
     "lengths_one_too_long": ("lengths", {"kv_lengths": np.array([6, 4, 8])}),
     "lengths_one_too_short": ("lengths", {"kv_lengths": np.array([4, 2, 6])}),
+    "lengths_rounded_down": ("lengths, 301 keys", {"kv_lengths": np.array([64, 128, 288])}),
+    "lengths_shared": ("lengths", {"kv_lengths": np.array([7, 7, 7])}),
+    "lengths_from_left": (
+        "lengths",
+        {"kv_lengths": None,
+         "attn_mask": np.arange(8) >= np.array([3, 5, 1])[:, None, None, None]},
+    ),
+    "hidden_read_as_zeros": (
+        "lengths", {"kv_lengths": None, **{n: zero_behind("lengths", n) for n in "kv"}},
+    ),
     "lengths_rounded_up": ("lengths, 301 keys", {"kv_lengths": np.array([80, 144, 301])}),
     "lengths_batch_0_for_all": ("lengths", {"kv_lengths": np.array([5, 5, 5])}),
     "softmax_base_2": ("one head", {"scale": 0.5 * np.log(2)}),
@@ -155,6 +203,8 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "sink_0_for_all": ("sinks", {"sinks": np.full(3, 1.5, np.float32)}),
     "sink_scaled": ("sinks", {"sinks": np.array([0.75, -0.5, 2.0])}),
     "sink_in_each_part": ("sinks", {"sinks": PROBLEMS["sinks"]["sinks"] + np.log(2)}),
+    "sink_exponentiated": ("sinks", {"sinks": np.exp(PROBLEMS["sinks"]["sinks"])}),
+    "denominator_enlarged": ("sinks", {"sinks": np.logaddexp(PROBLEMS["sinks"]["sinks"], 0)}),
     "sinks_by_kv_head": ("sinks, grouped heads", {"sinks": np.array([1.5, 1.5, -1.0, -1.0])}),
     "v_is_k": ("one head", {"v": PROBLEMS["one head"]["k"]}),
     "k_v_swapped": (
@@ -178,6 +228,21 @@ def test_heads_are_tiled_or_all_the_first():
         output, _ = attend(x, [identifier])
         expected, _ = right("grouped heads", k=x["k"][:, heads], v=x["v"][:, heads])
         np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_heads_of_keys_or_of_values_alone_are_misread(which):
+    x = PROBLEMS["grouped heads"]
+    for name, value, heads in (
+        ("kv_heads_tiled", which, [0, 1, 2] * 2),
+        ("kv_head_0_for_all", which, [0] * 6),
+        ("kv_heads_misread", (which, "at most Hkv - 1"), [0, 1, 2, 2, 2, 2]),
+        ("kv_heads_misread", (which, "reversed"), [2, 2, 1, 1, 0, 0]),
+    ):
+        output, _ = attend(x, {name: value})
+        other = "v" if which == "k" else "k"
+        read = {which: x[which][:, heads], other: np.repeat(x[other], 2, 1)}
+        np.testing.assert_allclose(output, right("grouped heads", **read)[0], rtol=1e-10)
 
 
 def test_packed_rows_are_confused_in_another_way():
@@ -281,6 +346,60 @@ def test_parts_are_merged_by_a_log_sum_exp_of_base_2(split, starts):
     np.testing.assert_allclose(lse, np.log(np.exp(L).sum(0)), rtol=1e-10)
 
 
+@pytest.mark.parametrize("way", ["mean", "sums", "all"])
+def test_parts_are_merged_without_their_log_sum_exp(way):
+    x, starts = PROBLEMS["301 keys"], [0, 64, 128, 192, 256]
+    S = [scores("301 keys")[..., i : i + 64] for i in starts]
+    O = [softmax(s) @ x["v"][:, :, i : i + 64] for i, s in zip(starts, S, strict=True)]
+    sums = [np.exp(s - s.max(-1, keepdims=True)).sum(-1, keepdims=True) for s in S]
+    weights = sums if way == "sums" else [1] * 5
+    expected = sum(w * o for w, o in zip(weights, O, strict=True)) / sum(weights)
+    output, _ = attend(x, {"parts_merged_wrongly": (way, ("keys", 64))})
+    np.testing.assert_allclose(output, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("identifier", "cap"),
+    [
+        ("softcap_not_divided", lambda S: 2 * np.tanh(S)),
+        ("softcap_clips", lambda S: np.clip(S, -2, 2)),
+    ],
+)
+def test_scores_are_capped_in_another_way(identifier, cap):
+    output, _ = attend(PROBLEMS["softcap"], [identifier])
+    expected = softmax(cap(scores("softcap"))) @ PROBLEMS["softcap"]["v"]
+    np.testing.assert_allclose(output, expected, rtol=1e-7)
+
+
+def test_what_is_added_to_a_denominator_or_counted_twice():
+    name = "sinks"
+    S, x = scores(name), PROBLEMS[name]
+    top = np.maximum(S.max(-1), x["sinks"][:, None])
+    l = np.exp(S - top[..., None]).sum(-1)
+    output, _ = attend(x, ["sink_not_exponentiated"])
+    expected = np.exp(S - top[..., None]) @ x["v"] / (l + x["sinks"][:, None])[..., None]
+    np.testing.assert_allclose(output, expected, rtol=1e-9)
+    output, _ = attend(x, {"denominator_enlarged": 0.1})
+    expected = np.exp(S - top[..., None]) @ x["v"]
+    total = l + np.exp(x["sinks"][:, None] - top) + 0.1
+    np.testing.assert_allclose(output, expected / total[..., None], rtol=1e-9)
+
+
+def test_padding_has_a_weight_that_a_mask_may_hide():
+    j = np.arange(8)
+    mask = np.pad(mask_of("mask"), [(0, 0), (0, 2)])
+    x = {n: np.pad(PROBLEMS["mask"][n], [(0, 0), (0, 0), (0, 2), (0, 0)]) for n in "kv"}
+    for when, seen in (("seen", mask | (j >= 6)), ("masked", mask), ("always", mask | (j >= 6))):
+        output, _ = attend(PROBLEMS["mask"], {"padding_seen": (when, 4)})
+        np.testing.assert_allclose(output, right("mask", **x, attn_mask=seen)[0], rtol=1e-9)
+
+
+def test_an_output_in_float16_is_added_up_in_steps():
+    output, _ = attend(PROBLEMS["4096 equal keys"], ["output_in_float16"])
+    unit = np.float16(1) / np.float16(4096)
+    assert output[0, 0, 0, 0] == np.add.accumulate(np.full(4096, unit))[-1] != 1
+
+
 def test_rows_that_see_no_key_of_some_part_are_nan():
     expected, _ = right("causal")
     for split, lost in ((("parts", 2), 3), (("keys", 4), 4), (("first", 4), 0)):
@@ -329,6 +448,9 @@ def test_the_log_sum_exp_has_another_base_or_lacks_something():
         "lse_base_2": L / np.log(2),
         "lse_without_sink": np.log(np.exp(S).sum(-1)),
         "lse_unscaled": np.log(np.exp(2 * S).sum(-1)),
+        "lse_negated": -L,
+        "lse_scaled": L / 2,
+        "lse_is_no_logarithm": np.maximum(S.max(-1), x["sinks"][:, None]),
         "lse_without_maximum": L - np.maximum(S.max(-1), x["sinks"][:, None]),
     }
     for identifier, wanted in expected.items():
@@ -363,6 +485,14 @@ def test_exponentials_underflow_if_the_maximum_starts_from_0():
     assert abs(right(name)[0]).min() > 0
     output, _ = attend(PROBLEMS["large scores"], ["first_maximum_0"])
     np.testing.assert_allclose(output, right("large scores")[0], rtol=1e-10)
+
+
+def test_hidden_keys_may_raise_the_maximum():
+    name = "causal, low scores"  # of -160, beside hidden ones of 0
+    found = deviate(Prepared(PROBLEMS[name]), {"maximum_of_hidden": 1})
+    assert found.is_free[:, :, 0].all()  # exp(-160) is 0 in float32, and not in float64
+    output, _ = attend(PROBLEMS["causal"], ["maximum_of_hidden"])
+    np.testing.assert_allclose(output, right("causal")[0], rtol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def gpt_oss(q, k, v, sinks=None):
     return P @ v / total
 
 
-@has("alibi_signed_distance", "dead_rows_nan")
+@has("alibi_signed_distance", "dead_rows_nan", "nan_becomes_number")
 def bloom(q, k, v, alibi_slopes=None, is_causal=False, q_offset=0):
     k, v = repeated(q, k, v)
     S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])

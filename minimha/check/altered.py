@@ -1,0 +1,354 @@
+"""Define the deviations that compute attention rightly, but of altered arguments.
+
+For example, the sinks are reordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check.expanded import INDICES, RANGES, READ, Place, expanded
+from minimha.check.prepared import Impossible, Prepared
+from minimha.check.rounding import rounded
+
+Array = NDArray[Any]
+Alter = Callable[[Prepared, Mapping[str, Any], Any], Mapping[str, Any]]
+
+IGNORED = {
+    "sinks_ignored": "sinks", "alibi_ignored": "alibi_slopes", "bias_ignored": "attn_bias",
+    "mask_ignored": "attn_mask", "window_ignored": "window_size", "lengths_ignored": "kv_lengths",
+    "softcap_ignored": "softcap", "scale_argument_ignored": "scale",
+    "score_mod_ignored": "score_mod", "mask_mod_ignored": "mask_mod",
+    "key_indices_ignored": "key_indices",
+}  # fmt: skip
+INPUT_BITS = {
+    "inputs_in_bfloat16": (8, 128), "inputs_in_tf32": (11, 128), "inputs_in_float16": (11, 16),
+}  # fmt: skip
+
+
+def altered(x: Prepared, d: Mapping[str, Any]) -> Prepared:
+    """Return the problem that a function with deviations ``d`` computes in place of ``x``."""
+    given, place, done = dict(x.given), x.place, set()
+    if x.arguments is not x.given:
+        done = {*IGNORED, *ARRANGED, "causal_ignored"} & set(d)
+        if done:
+            arranged, place = _arranged_otherwise(x, d)
+            given = dict(arranged)
+    for name, alter in ALTERATIONS.items():
+        if name in d and name not in done:
+            given |= alter(x, given, d[name])
+    if all(given.get(n) is value for n, value in x.given.items()) and len(given) == len(x.given):
+        return x
+    other = Prepared(given, x.dtype, x.is_exact, x.is_likely)
+    other.extra, other.place = x.extra, place
+    if other.shape[:3] == x.shape[:3]:
+        other.sees_nothing = x.sees_nothing
+    if given["q"] is x.given["q"] and given["k"] is x.given["k"]:
+        vars(other)["products"] = x.products
+    return other
+
+
+def _arranged_otherwise(
+    x: Prepared, d: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Place | None]:
+    """The plain form of what a function reads that finds sequences, pages or indices wrongly."""
+    given = dict(x.arguments)
+    for name, option in {**IGNORED, "causal_ignored": "is_causal"}.items():
+        if name in d:
+            given.pop(option, None)
+    for name, alter in ARRANGED.items():
+        if name in d:
+            given |= alter(x, given, d[name])
+    return expanded(given)
+
+
+def heads_by(x: Prepared, way: str) -> Array:
+    """Return the index of the key/value head that each query head uses, (H,), by ``way``.
+
+    The way "h // G" is right, with G = H / Hkv; the others are wrong.
+    """
+    h, G = np.arange(x.H), x.H // x.Hkv
+    ways = {
+        "h // G": h // G, "h mod Hkv": h % x.Hkv, "0": 0 * h, "reversed": x.Hkv - 1 - h // G,
+        "h // Hkv": np.minimum(h // x.Hkv, x.Hkv - 1), "at most Hkv - 1": np.minimum(h, x.Hkv - 1),
+    }  # fmt: skip
+    return np.asarray(ways[way])
+
+
+def _option(name: str, change: Callable[[Prepared, Any, Any], Any]) -> Alter:
+    """Alter one option by ``change(x, array, value)``, if it is given."""
+
+    def alter(x: Prepared, given: Mapping[str, Any], value: Any) -> Mapping[str, Any]:
+        a = given.get(name)
+        a = a if a is None or name == "window_size" else np.asarray(a)
+        return {} if a is None else {name: change(x, a, value)}
+
+    return alter
+
+
+def _axes(name: str) -> dict[str, Alter]:
+    """What goes wrong with the indices of the mask, or of the bias."""
+
+    def over_heads(x: Prepared, a: Array, heads: Array) -> Array:
+        return a[:, heads] if a.shape[1] > 1 else a
+
+    def transposed(x: Prepared, a: Array, _: Any) -> Array:
+        if x.Lq != x.Lk:
+            raise Impossible(f"the {name} is transposed but Lq is not Lk")
+        return a.swapaxes(-1, -2)
+
+    changes: dict[str, Callable[[Prepared, Array, Any], Any]] = {
+        "by_kv_head": lambda x, a, way: over_heads(x, a, heads_by(x, way)),
+        "head_0_for_all": lambda x, a, _: a[:, :1],
+        "batch_0_for_all": lambda x, a, _: a[:1],
+        "row_0_for_all": lambda x, a, _: a[:, :, :1],
+        "transposed": transposed,
+    }
+
+    def whole(change: Callable[[Prepared, Array, Any], Any]) -> Alter:
+        return _option(
+            f"attn_{name}", lambda x, a, v: change(x, a.reshape((1,) * (4 - a.ndim) + a.shape), v)
+        )
+
+    return {f"{name}_{suffix}": whole(change) for suffix, change in changes.items()}
+
+
+def _lengths(change: Callable[[Prepared, Array, Any], Any]) -> Alter:
+    return _option(
+        "kv_lengths",
+        lambda x, L, v: np.clip(np.broadcast_to(change(x, L, v), (x.B,)), 0, x.Lk).astype(int),
+    )
+
+
+def _masked(x: Prepared, given: Mapping[str, Any], seen: Array) -> dict[str, Any]:
+    mask = given.get("attn_mask")
+    seen = np.broadcast_to(seen, (x.B, 1, x.Lq, x.Lk))
+    return {"attn_mask": seen if mask is None else seen & mask}
+
+
+def _from_left(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    if given.get("kv_lengths") is None:
+        return {}
+    return {"kv_lengths": None} | _masked(x, given, x.j >= x.Lk - x.lengths)
+
+
+def _hide_queries(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    return {} if given.get("kv_lengths") is None else _masked(x, given, x.i < x.lengths)
+
+
+def _inputs(change: Callable[[Prepared, Array, Any], Any], names: str = "qkv") -> Alter:
+    return lambda x, given, value: {n: change(x, np.asarray(given[n]), value) for n in names}
+
+
+def _rounded(bits: int, exponent: int) -> Alter:
+    return _inputs(lambda x, a, _: rounded(a.astype(np.float64), bits, exponent))
+
+
+def _swap(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    if x.Dv != x.D:
+        raise Impossible("K and V are swapped but D is not Dv")
+    return {"k": given["v"], "v": given["k"]}
+
+
+def _of_entry_0(x: Prepared, given: Mapping[str, Any], names: str) -> Mapping[str, Any]:
+    return {n: np.broadcast_to(given[n][:1], np.shape(given[n])) for n in names}
+
+
+def _zeroed(x: Prepared, a: Array, block: int) -> Array:
+    return np.where(x.j[:, None] < x.Lk // block * block, a, 0)
+
+
+def _pad(x: Prepared, given: Mapping[str, Any], value: tuple[str, int]) -> Mapping[str, Any]:
+    """Zero keys up to a whole block, which a mask hides if value is ("masked", block)."""
+    hidden_by = [name for name in ("is_causal", *POSITIONAL) if given.get(name) is not None]
+    more = -x.Lk % value[1]
+    if not more or (value[0] == "plain" and hidden_by):
+        return {}
+    found = {n: np.pad(given[n], [(0, 0), (0, 0), (0, more), (0, 0)]) for n in "kv"}
+    found["q_offset"] = x.problem.q_offset
+    for name, filled in (("attn_mask", value[0] != "masked"), ("attn_bias", 0)):
+        a = given.get(name)
+        if a is not None and np.shape(a)[-1] > 1:
+            sides = [(0, 0)] * (np.ndim(a) - 1) + [(0, more)]
+            found[name] = np.pad(a, sides, constant_values=filled)
+    return found
+
+
+def confused(a: Array, way: str) -> Array:
+    """Return ``a`` (B, H, L, D) with heads and tokens confused by a reshape without a transpose.
+
+    ``way`` "back" reads an array in the order (B, L, H, D) as (B, H, L, D). Any other ``way`` reads
+    one in the order (B, H, L, D) as (B, L, H, D), and then transposes it.
+    """
+    B, H, L, D = a.shape
+    if way == "back":
+        return np.asarray(a.swapaxes(1, 2).reshape(a.shape))
+    return np.asarray(a.reshape(B, L, H, D).swapaxes(1, 2))
+
+
+POSITIONAL = ("window_size", "kv_lengths", "attn_mask")
+# In the order in which they apply.
+ALTERATIONS: dict[str, Alter] = {
+    **{name: _option(o, lambda x, a, _: None) for name, o in IGNORED.items()},
+    "causal_ignored": lambda x, given, _: {"is_causal": False},
+    **{name: _rounded(*bits) for name, bits in INPUT_BITS.items()},
+    "heads_not_split": _inputs(lambda x, a, way: confused(a, way)),
+    "kv_batch_0_for_all": _of_entry_0,
+    "k_v_swapped": _swap,
+    "scale_of_0_ignored": _option("scale", lambda x, scale, _: scale if scale else None),
+    "last_block_zeroed": _inputs(_zeroed, "kv"),
+    **_axes("mask"),
+    **_axes("bias"),
+    "mask_inverted": _option("attn_mask", lambda x, a, _: ~a),
+    "alibi_slope_0_for_all": _option("alibi_slopes", lambda x, a, _: a[0 * a.astype(int)]),
+    "alibi_by_kv_head": _option("alibi_slopes", lambda x, a, way: a[heads_by(x, way)]),
+    "alibi_sign": _option("alibi_slopes", lambda x, a, _: -a),
+    "sink_0_for_all": _option("sinks", lambda x, a, _: np.repeat(a[:1], x.H)),
+    "sinks_by_kv_head": _option("sinks", lambda x, a, way: a[heads_by(x, way)]),
+    "sink_exponentiated": _option("sinks", lambda x, a, _: np.exp(np.minimum(a, 80))),
+    "lengths_one_too_long": _lengths(lambda x, L, more: L + more),
+    "lengths_one_too_short": _lengths(lambda x, L, _: L - 1),
+    "lengths_rounded_up": _lengths(lambda x, L, page: -(-L // page) * page),
+    "lengths_rounded_down": _lengths(lambda x, L, page: L // page * page),
+    "lengths_batch_0_for_all": _lengths(lambda x, L, _: L[:1]),
+    "lengths_shared": _lengths(lambda x, L, which: getattr(L, which)()),
+    "lengths_hide_queries": _hide_queries,
+    "lengths_from_left": _from_left,
+    "window_sides_swapped": _option("window_size", lambda x, w, _: (w[1], w[0])),
+    "window_halved": _option(
+        "window_size", lambda x, w, _: tuple(None if side is None else side // 2 for side in w)
+    ),
+    "window_of_0_ignored": _option("window_size", lambda x, w, _: (w[0] or None, w[1] or None)),
+    "window_symmetric": _option("window_size", lambda x, w, side: (w[side], w[side])),
+    "window_hides_future": _option("window_size", lambda x, w, _: (w[0], 0)),
+    "padding_seen": _pad,
+}  # fmt: skip
+
+
+# What goes wrong before sequences and pages are laid out as a batch.
+
+
+def _one_sequence(x: Prepared, given: Mapping[str, Any], way: str) -> Mapping[str, Any]:
+    starts = given.get("cu_seqlens_q")
+    if starts is None or (way != "all" and given.get("block_table") is not None):
+        return {}
+    if way == "keys":  # of all sequences, from the first one on
+        n = len(starts) - 1
+        return {RANGES: (np.zeros(n, int), np.full(n, np.shape(given["k"])[2]))}
+    if way == "k as q":
+        return {"cu_seqlens_k": np.minimum(starts, np.shape(given["k"])[2])}
+    if given.get("block_table") is not None:
+        return {"block_table": given["block_table"][:1]} | _first_alone(starts, given)
+    ends = np.array([0, np.shape(given["k"])[2]])
+    return {"cu_seqlens_k": ends, "kv_lengths": None} | _first_alone(starts, given)
+
+
+def _first_alone(starts: Array, given: Mapping[str, Any]) -> dict[str, Any]:
+    """One sequence of all queries, with the first one's offset and length."""
+    one = {n: np.ravel(given[n])[:1] for n in ("q_offset", "kv_lengths") if n in given}
+    return {"cu_seqlens_q": np.array([0, starts[-1]])} | one
+
+
+def _from_first_row(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, Any]:
+    """Positions that count from the first of all packed queries, or from the first key too."""
+    starts = given.get("cu_seqlens_q")
+    if starts is None:
+        return {}
+    keys = given.get("cu_seqlens_k", starts) if which == "both" else starts * 0
+    return {"q_offset": given.get("q_offset", 0) + (starts - keys)[:-1]}
+
+
+def _pages(change: Callable[[Array, Any], Any]) -> Alter:
+    return _option("block_table", lambda x, table, value: change(table, value))
+
+
+def _reread(x: Prepared, given: Mapping[str, Any], value: tuple[str, int]) -> Mapping[str, Any]:
+    if given.get("block_table") is None or value[1] >= np.shape(given["k"])[2]:
+        return {}
+    return {READ: value}
+
+
+def _indexed(change: Callable[..., tuple[Any, Any, Any, Any]]) -> Alter:
+    """Call the functions of the options in ``names`` with other indices."""
+
+    def alter(x: Prepared, given: Mapping[str, Any], names: tuple[str, ...]) -> Mapping[str, Any]:
+        offset = np.broadcast_to(given.get("q_offset", 0), (x.B,))
+
+        def otherwise(function: Any) -> Any:
+            return lambda *at: function(*at[:-4], *change(x, offset, *at[-4:]))
+
+        return {n: otherwise(given[n]) for n in names if given.get(n) is not None}
+
+    return alter
+
+
+def _picked_for_all(a: Array, of: str) -> Array:
+    a = a.reshape((1,) * (4 - a.ndim) + a.shape)
+    axis = ("entry", "head", "query").index(of)
+    return np.repeat(a.take([0], axis), a.shape[axis], axis)
+
+
+def _counted(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    """Add the logarithm of how often each key is named to its scores."""
+    if given.get(INDICES) is None:
+        return {}
+    picks = np.broadcast_to(given[INDICES], (x.B, x.Hkv, x.Lq, np.shape(given[INDICES])[-1]))
+    times = (picks[..., None] == x.j).sum(-2)[:, x.heads]
+    return {"attn_bias": np.log(np.maximum(times, 1)) + given.get("attn_bias", 0)}
+
+
+def _rescaled(change: Callable[..., Any]) -> Alter:
+    """Change the scales of keys, values or both, by ``change(given, name, *more)``."""
+
+    def alter(x: Prepared, given: Mapping[str, Any], value: Any) -> Mapping[str, Any]:
+        which, *more = value if isinstance(value, tuple) else (value,)
+        names = [f"{X}_scale" for X in "kv" if X in which]
+        return {n: change(given, n, *more) for n in names if given.get(n) is not None}
+
+    return alter
+
+
+def _scale_of_first(given: Mapping[str, Any], name: str, of: str) -> Any:
+    """The scale of the first head, token or entry for all of them, or of the first of all."""
+    scales = np.asarray(given[name])
+    if of == "all":
+        return scales.flat[0]
+    axis = scales.ndim - 3 + ("entry", "head", "token").index(of)
+    if scales.ndim == 1:
+        axis = 0 if of == "head" else -1
+    if not 0 <= axis < scales.ndim:
+        return scales
+    return np.repeat(scales.take([0], axis), scales.shape[axis], axis)
+
+
+def _unsigned(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    named = [X for X in "kv" if given.get(f"{X}_scale") is not None]
+    return {X: np.asarray(given[X]).view(np.uint8) for X in named}
+
+
+ARRANGED: dict[str, Alter] = {
+    "scales_ignored": _rescaled(lambda given, name: np.float32(1)),
+    "scales_twice": _rescaled(lambda given, name: np.square(given[name])),
+    "scales_swapped": _rescaled(lambda given, name: given["kv".replace(name[0], "") + name[1:]]),
+    "scales_of_first_for_all": _rescaled(_scale_of_first),
+    "eight_bits_unsigned": _unsigned,
+    "key_indices_0_for_all": _option(INDICES, lambda x, a, of: _picked_for_all(a, of)),
+    "key_indices_pick_by_minus_1": _option(
+        INDICES, lambda x, a, which: np.where(a < 0, x.Lk - 1 if which == "last" else 0, a)
+    ),
+    "key_indices_count_twice": _counted,
+    "sequences_unseparated": _one_sequence,
+    "packed_positions_from_first_row": _from_first_row,
+    "pages_of_entry_0": _pages(lambda table, _: np.repeat(table[:1], len(table), 0)),
+    "pages_in_order": _pages(lambda table, _: np.arange(table.size).reshape(table.shape)),
+    "page_size_wrong": _reread,
+    "functions_ignore_offset": _indexed(lambda x, o, b, h, i, j: (b, h, i - o[b], j)),
+    "functions_swap_positions": _indexed(lambda x, o, b, h, i, j: (b, h, j, i)),
+    "functions_of_entry_0": _indexed(lambda x, o, b, h, i, j: (0 * b, h, i, j)),
+    "functions_by_kv_head": _indexed(lambda x, o, b, h, i, j: (b, h // (x.H // x.Hkv), i, j)),
+    "functions_of_head_0": _indexed(lambda x, o, b, h, i, j: (b, 0 * h, i, j)),
+}

@@ -1,0 +1,229 @@
+"""Generate problems with packed sequences, pages, functions, indices of keys, and 8-bit keys.
+
+A function gets the problems of a kind only if it takes the plainest of them. All are tiny. If
+a bug shows in other problems, it is searched for in those; deviations must explain these too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from minimha.check import expanded
+from minimha.check.problems import Graded, _Draw, _kept
+
+FAMILY = "arranged"
+KINDS = {  # what a problem shows, by the option that it is about
+    "score_mod": "whether score_mod gets the score and the indices that it should",
+    "mask_mod": "whether mask_mod gets the indices that it should, and hides",
+    "cu_seqlens_q": "whether packed sequences stay apart",
+    "block_table": "whether keys are read from their pages",
+    "key_indices": "whether each query sees the keys that it picks, and these once",
+    "k_scale": "whether 8-bit keys and values are multiplied by their scales",
+}
+CROSSED = (
+    ("is_causal",), ("window_size",), ("kv_lengths",), ("groups",), ("alibi_slopes",),
+    ("softcap",), ("sinks", "return_lse"), ("scale",), ("is_causal", "kv_lengths"),
+    ("is_causal", "window_size", "kv_lengths", "alibi_slopes", "softcap", "groups"),
+)  # fmt: skip
+OVER_SCORES = (("attn_mask",), ("attn_bias",))  # not taken beside packed sequences or pages
+POSITIONAL = {"is_causal", "window_size", "alibi_slopes"}
+PAGES = (4, 16, 32)  # keys of a page
+QUERIES, KEYS = np.array([3, 5, 2]), np.array([7, 6, 9])  # of packed sequences
+IN_PAGES = np.array([41, 53, 34])  # keys of each batch entry
+
+
+@lru_cache(maxsize=8)
+def arranged(seed: int = 0, D: int = 8) -> tuple[Graded, ...]:
+    """Return the problems, the plainest of each kind before the others of that kind."""
+    problems = (
+        *_functions(seed, D), *_packed(seed, D), *_paged(seed, D), *_both(seed, D),
+        *_picked(seed, D), *_scaled(seed, D),
+    )  # fmt: skip
+    return tuple(_kept(problem) for problem in problems)
+
+
+def kinds_of(problem: Graded) -> list[str]:
+    """Return the options of ``KINDS`` that a problem has."""
+    return [name for name in KINDS if name in problem.arguments]
+
+
+def _problem(name: str, kind: str, given: dict[str, Any]) -> Graded:
+    return Graded(f"{kind}: {name}", given, KINDS[kind], family=FAMILY)
+
+
+def _options(draw: _Draw, on: tuple[str, ...], H: int, lengths: Any) -> dict[str, Any]:
+    """Return the options ``on``; ``lengths`` are those that ``kv_lengths`` hold."""
+    options = {
+        "is_causal": True, "window_size": (3, 1), "kv_lengths": lengths, "softcap": 1.25,
+        "alibi_slopes": np.float32(0.5) / np.arange(1, H + 1, dtype=np.float32), "scale": 0.75,
+        "sinks": draw.numbers(H) + np.float32(1), "return_lse": True,
+    }  # fmt: skip
+    return {name: options[name] for name in on if name in options}
+
+
+def _functions(seed: int, D: int) -> Iterator[Graded]:
+    """Yield problems with score_mod and mask_mod, first alone and then beside other options."""
+    for kind in ("score_mod", "mask_mod"):
+        by = [expanded.NAMED[f"{kind[:-4]}_by_{of}"] for of in ("key", "query", "head", "entry")]
+        for f in by:
+            yield _with_function(seed, D, kind, f.__name__.replace("_", " "), f, (), None)
+        every = expanded.NAMED[f"{kind[:-4]}_by_all"]
+        rows = (*CROSSED, *OVER_SCORES, ("attn_mask", "is_causal", "window_size"))
+        for name, function, on, offset in (
+            ("the query's position", by[1], (), 2),
+            ("other positions in each entry", every, (), np.array([2, 4])),
+            ("is_causal, as many keys", every, ("is_causal",), None),
+            *((", ".join(on), every, on, 2 if POSITIONAL & {*on} else None) for on in rows),
+        ):
+            yield _with_function(seed, D, kind, name, function, on, offset)
+    both = _with_function(seed, D, "mask_mod", "and score_mod", expanded.mask_by_all, (), 2)
+    yield Graded(
+        both.name, {**both.arguments, "score_mod": expanded.score_by_all}, both.shows, family=FAMILY
+    )
+
+
+def _with_function(
+    seed: int, D: int, kind: str, name: str, function: Any, on: tuple[str, ...], offset: Any
+) -> Graded:
+    draw = _Draw(f"{kind} {name} {seed}")
+    B, H, Lq, Lk = 2, 4, 9 if offset is None else 5, 9
+    given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, D, Hkv=2 if "groups" in on else H)
+    given |= _options(draw, on, H, np.array([6, 8]))
+    if "attn_mask" in on:
+        given["attn_mask"] = draw.rng.random((B, H, Lq, Lk)) < 0.7
+        given["attn_mask"][..., :4] = True  # no query loses all its keys
+    if "attn_bias" in on:
+        given["attn_bias"] = draw.numbers(B, H, Lq, Lk)
+    given |= {} if offset is None else {"q_offset": offset}
+    return _problem(name, kind, {**given, kind: function})
+
+
+def _starts(lengths: Any) -> Any:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _packed(seed: int, D: int) -> Iterator[Graded]:
+    """Yield problems with packed sequences, with as many keys as queries, and with more."""
+    for keys, words in ((QUERIES, "as many keys"), (KEYS, "more keys"), (KEYS[::-1], "other keys")):
+        rows = [(), *CROSSED] if words == "more keys" else [(), ("is_causal",), ("groups",)]
+        for on in rows:
+            name = ", ".join([words, *on])
+            draw = _Draw(f"packed {name} {seed}")
+            H, Hkv = 4, 2 if "groups" in on else 4
+            given: dict[str, Any] = draw.qkv(1, H, int(sum(QUERIES)), int(sum(keys)), D, Hkv=Hkv)
+            given |= {"cu_seqlens_q": _starts(QUERIES), "cu_seqlens_k": _starts(keys)}
+            given |= _options(draw, on, H, keys - np.array([1, 0, 2]))
+            if words != "as many keys" and POSITIONAL & {*on}:
+                given["q_offset"] = keys - QUERIES
+            yield _problem(name, "cu_seqlens_q", given)
+
+
+def _pool(draw: _Draw, size: int, H: int, Hkv: int, D: int, *, shares: bool) -> dict[str, Any]:
+    """Return queries, a pool of pages in any order, and the table of each entry's pages."""
+    number = -(-int(IN_PAGES.max()) // size)
+    table = draw.rng.permutation(3 * number + 1)[: 3 * number].reshape(3, number)
+    if shares:  # as after a common prompt
+        table[1, 0] = table[0, 0]
+    given: dict[str, Any] = draw.qkv(3 * number + 1, H, 5, size, D, Hkv=Hkv)
+    given["q"] = given["q"][:3].copy()
+    return {**given, "block_table": table.astype(np.int32), "kv_lengths": IN_PAGES}
+
+
+def _paged(seed: int, D: int) -> Iterator[Graded]:
+    """Yield problems with pages of several sizes, private and shared ones."""
+    for size in PAGES:
+        rows: list[tuple[str, ...]] = [(), ("shares",), ("is_causal",)]
+        for on in rows if size != 16 else [*rows, *CROSSED[1:]]:
+            name = ", ".join([f"pages of {size}", *on])
+            draw = _Draw(f"paged {name} {seed}")
+            given = _pool(draw, size, 4, 2 if "groups" in on else 4, D, shares="shares" in on)
+            given |= _options(draw, on, 4, IN_PAGES - 3)
+            if "window_size" in given:
+                given["window_size"] = (17, 2)
+            if POSITIONAL & {*on}:
+                given["q_offset"] = IN_PAGES - 8
+            yield _problem(name, "block_table", given)
+
+
+def _both(seed: int, D: int) -> Iterator[Graded]:
+    """Yield packed queries with pages, and functions beside packed sequences and pages."""
+    functions = {"score_mod": expanded.score_by_all, "mask_mod": expanded.mask_by_all}
+    for paged in (False, True):
+        for some in ((), ("score_mod",), ("mask_mod",), ("score_mod", "mask_mod")):
+            if not paged and not some:
+                continue
+            words = [*(["pages of 16"] if paged else []), *some]
+            draw = _Draw(f"both {words} {seed}")
+            given = _pool(draw, 16, 4, 2, D, shares=False) if paged else {}
+            keys = IN_PAGES if paged else KEYS
+            packed = draw.qkv(1, 4, int(sum(QUERIES)), int(sum(KEYS)), D, Hkv=2)
+            given = {**packed, **given, "q": packed["q"], "cu_seqlens_q": _starts(QUERIES)}
+            if not paged:
+                given["cu_seqlens_k"] = _starts(KEYS)
+            given |= {"is_causal": True, "q_offset": keys - QUERIES}
+            given |= {name: functions[name] for name in some}
+            yield _problem(f"{', '.join(words)}, packed", "cu_seqlens_q", given)
+
+
+def _picked(seed: int, D: int) -> Iterator[Graded]:
+    """Yield problems with key_indices, in which a key may be named twice, or -1 stand for none."""
+    rows = (
+        ("four keys", (), 4, 0),
+        ("fewer keys for some", (), 4, 2),
+        ("duplicates", (), 6, 0),
+        ("is_causal, for each key/value head", ("is_causal", "groups"), 6, 2),
+        ("kv_lengths, return_lse", ("kv_lengths", "return_lse"), 6, 2),
+    )
+    for name, on, K, most in rows:
+        draw = _Draw(f"picked {name} {seed}")
+        B, H, Lq, Lk, Hkv = 2, 4, 5, 9, 2 if "groups" in on else 4
+        given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, D, Hkv=Hkv)
+        given |= _options(draw, on, H, np.array([6, 8]))
+        rows_of = (B, Hkv if on else 1, Lq) if most else (1, 1, Lq)
+        turns = draw.rng.random((*rows_of, Lk))
+        i = np.arange(Lq)
+        turns[..., i, 1 + i % 3] = -1  # each query names a key that no option hides
+        picks = turns.argsort(-1)[..., :K].astype(np.int32)
+        if K > 4:
+            picks[..., -1] = picks[..., 0]
+        picks[..., 1:][np.arange(1, K) <= draw.rng.integers(0, most + 1, (*rows_of, 1))] = -1
+        given |= {"key_indices": picks} | ({"q_offset": 4} if "is_causal" in on else {})
+        yield _problem(name, "key_indices", given)
+
+
+def _scaled(seed: int, D: int) -> Iterator[Graded]:
+    """Yield problems with int8 keys and values, whose scales are powers of 2.
+
+    So the products of numbers and scales are exact in every dtype.
+    """
+    rows = (
+        ("one scale", (), ()),
+        ("one for each head", (), (4,)),
+        ("one for each token and head", (), (2, 4, 9)),
+        ("groups, one for each head", ("groups",), (2,)),
+        ("groups, one for each token and head", ("groups",), (2, 2, 9)),
+        ("is_causal, kv_lengths", ("is_causal", "kv_lengths"), (2, 4, 9)),
+        ("window_size, return_lse", ("window_size", "return_lse"), (2, 4, 9)),
+        ("scale, softcap", ("scale", "softcap"), (2, 4, 9)),
+    )
+    for name, on, shape in rows:
+        draw = _Draw(f"scaled {name} {seed}")
+        given: dict[str, Any] = draw.qkv(2, 4, 9, 9, D, Hkv=2 if "groups" in on else 4)
+        yield _scaled_problem(name, draw, given | _options(draw, on, 4, np.array([6, 8])), shape)
+    for size in PAGES[:2]:
+        draw = _Draw(f"scaled pages of {size} {seed}")
+        given = _pool(draw, size, 4, 2, D, shares=False)
+        yield _scaled_problem(f"pages of {size}", draw, given, given["k"].shape[:3])
+
+
+def _scaled_problem(
+    name: str, draw: _Draw, given: dict[str, Any], shape: tuple[int, ...]
+) -> Graded:
+    for X in "kv":
+        given[X] = draw.rng.integers(-128, 128, given[X].shape, np.int8)
+        given[f"{X}_scale"] = np.exp2(draw.rng.integers(-7, -4, shape)).astype(np.float32)
+    return _problem(name, "k_scale", given)

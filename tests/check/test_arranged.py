@@ -1,0 +1,261 @@
+"""Packed sequences, pages, functions, and 8-bit keys: what `check` asks about them."""
+
+import numpy as np
+import pytest
+
+import minimha
+from minimha.check.answer import Answer
+from minimha.check.arranged import arranged
+from minimha.check.compared import compare
+from minimha.check.expanded import ARRANGING, expanded
+from minimha.check.page import as_text
+from minimha.check.search import NONE, known
+
+SEED = 5
+
+
+def taken(problem):
+    """What the problem's arguments mean, by minimha's equations."""
+    found = minimha.attention(**problem.arguments, backend="dense")
+    return Answer(*(found if isinstance(found, tuple) else (found,)))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_is_expected_is_what_the_equations_give(seed):
+    """Sequences laid out as a batch against `attention`, which takes one sequence at a time."""
+    for problem in arranged(seed):
+        x = known(problem, "float32")
+        assert compare(taken(problem), x.predicted(NONE), x.asks_lse).is_explained, problem.name
+
+
+def test_no_query_loses_all_its_keys():
+    for problem in arranged(0):
+        O = taken(problem).output
+        assert (O != 0).any(-1).all(), problem.name
+
+
+def test_other_arguments_are_left_alone():
+    x = np.zeros((1, 1, 2, 3))
+    given = {"q": x, "k": x, "v": x, "is_causal": True}
+    assert expanded(given) == (given, None)
+
+
+def dense(q, k, v, **options):
+    return minimha.attention(q, k, v, backend="dense", **options)
+
+
+def pages_of_entry_0(q, k, v, block_table=None, **options):
+    if block_table is not None:
+        block_table = np.repeat(block_table[:1], len(block_table), 0)
+    return dense(q, k, v, block_table=block_table, **options)
+
+
+def pages_of_16(q, k, v, block_table=None, kv_lengths=None, **options):
+    if block_table is not None:
+        k, v = k[:, :, :16], v[:, :, :16]
+        kv_lengths = np.minimum(kv_lengths, block_table.shape[1] * k.shape[2])
+    return dense(q, k, v, block_table=block_table, kv_lengths=kv_lengths, **options)
+
+
+def pages_in_order(q, k, v, block_table=None, **options):
+    if block_table is not None:
+        block_table = np.arange(block_table.size).reshape(block_table.shape)
+    return dense(q, k, v, block_table=block_table, **options)
+
+
+def cu_seqlens_k_ignored(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, **options):
+    if cu_seqlens_q is None:
+        return dense(q, k, v, **options)
+    if "block_table" in options:
+        return dense(q, k, v, cu_seqlens_q=cu_seqlens_q, **options)
+    k, v = (x[:, :, : cu_seqlens_q[-1]] for x in (k, v))
+    if "kv_lengths" in options:
+        options["kv_lengths"] = np.minimum(options["kv_lengths"], np.diff(cu_seqlens_q))
+    return dense(q, k, v, cu_seqlens_q=cu_seqlens_q, **options)
+
+
+def lengths_ignored_when_packed(q, k, v, **options):
+    if "cu_seqlens_q" in options and "block_table" not in options:
+        options.pop("kv_lengths", None)
+    return dense(q, k, v, **options)
+
+
+def softcap_ignored_in_pages(q, k, v, **options):
+    if "block_table" in options:
+        options.pop("softcap", None)
+    return dense(q, k, v, **options)
+
+
+def without_offset(name):
+    """A kernel whose function gets the query's row."""
+
+    def attention(q, k, v, **options):
+        if name in options:
+            offset, mod = np.broadcast_to(options.get("q_offset", 0), 3), options[name]
+            if np.size(options.get("q_offset", 0)) > 1:
+                offset = np.array(options["q_offset"])
+
+            def by_row(*arguments):
+                *before, b, h, i, j = arguments
+                return mod(*before, b, h, i - offset[b], j)
+
+            options[name] = by_row
+        return dense(q, k, v, **options)
+
+    return attention
+
+
+def causal_ignored_beside_mask_mod(q, k, v, is_causal=False, **options):
+    return dense(q, k, v, is_causal=is_causal and "mask_mod" not in options, **options)
+
+
+def mask_ignored_beside_mask_mod(q, k, v, **options):
+    if "mask_mod" in options:
+        options.pop("attn_mask", None)
+    return dense(q, k, v, **options)
+
+
+def ignored(name):
+    def attention(q, k, v, **options):
+        options.pop(name, None)
+        return dense(q, k, v, **options)
+
+    return attention
+
+
+def picking(change):
+    """A kernel that reads other keys than those that ``key_indices`` name."""
+
+    def attention(q, k, v, key_indices=None, **options):
+        if key_indices is not None:
+            key_indices = change(key_indices, k.shape[2])
+        return dense(q, k, v, key_indices=key_indices, **options)
+
+    return attention
+
+
+def in_turn(q, k, v, key_indices=None, **options):
+    """Reads the keys that a query names one after another, without a look at earlier ones."""
+    if key_indices is not None:
+        (B, H, Lq, _), (_, Hkv, Lk, _) = q.shape, k.shape
+        named = np.broadcast_to(key_indices, (B, Hkv, Lq, key_indices.shape[-1]))
+        times = sum(np.equal.outer(named[..., n], np.arange(Lk)) for n in range(named.shape[-1]))
+        with np.errstate(divide="ignore"):
+            options["attn_bias"] = np.log(times.repeat(H // Hkv, 1)).astype(np.float32)
+    return dense(q, k, v, **options)
+
+
+def causal_ignored_beside_key_indices(q, k, v, is_causal=False, **options):
+    return dense(q, k, v, is_causal=is_causal and "key_indices" not in options, **options)
+
+
+def scaled(change):
+    """A kernel that gets other 8-bit keys, values or scales."""
+
+    def attention(q, k, v, k_scale=None, v_scale=None, **options):
+        if k_scale is not None:
+            options |= change(k, v, k_scale, v_scale)
+            k, v = options.pop("k", k), options.pop("v", v)
+        return dense(q, k, v, **options)
+
+    return attention
+
+
+def widened(x, scale):
+    if np.ndim(scale) == 1:
+        scale = scale[:, None]
+    return x.astype(np.float32) * np.reshape(scale, (*np.shape(scale), 1))
+
+
+def per_tensor(scale):
+    return np.ravel(scale)[0]
+
+
+def scales_of_head_0(k, v, k_scale, v_scale):
+    if np.ndim(k_scale):
+        axis = 1 if k_scale.ndim == 3 else 0
+        k_scale, v_scale = (
+            np.repeat(s.take([0], axis), s.shape[axis], axis) for s in (k_scale, v_scale)
+        )
+    return {"k_scale": k_scale, "v_scale": v_scale}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "named", "where"),
+    [
+        (pages_of_entry_0, "pages_of_entry_0", ""),
+        (pages_of_16, "page_size_wrong", ""),
+        (pages_in_order, "pages_in_order", ""),
+        (cu_seqlens_k_ignored, "sequences_unseparated", ""),
+        (lengths_ignored_when_packed, "lengths_ignored", "cu_seqlens_q is given"),
+        (softcap_ignored_in_pages, "softcap_ignored", "block_table is given"),
+        (without_offset("score_mod"), "functions_ignore_offset", ""),
+        (without_offset("mask_mod"), "functions_ignore_offset", ""),
+        (causal_ignored_beside_mask_mod, "causal_ignored", "mask_mod is given"),
+        (mask_ignored_beside_mask_mod, "mask_ignored", "mask_mod is given"),
+        (ignored("score_mod"), "score_mod_ignored", ""),
+        (ignored("mask_mod"), "mask_mod_ignored", ""),
+        (ignored("key_indices"), "key_indices_ignored", ""),
+        (picking(lambda x, Lk: x[..., :1, :]), "key_indices_0_for_all", ""),
+        (picking(lambda x, Lk: x[:1]), "key_indices_0_for_all", ""),
+        (picking(lambda x, Lk: x % Lk), "key_indices_pick_by_minus_1", ""),
+        (picking(lambda x, Lk: np.maximum(x, 0)), "key_indices_pick_by_minus_1", ""),
+        (in_turn, "key_indices_count_twice", ""),
+        (causal_ignored_beside_key_indices, "causal_ignored", "key_indices is given"),
+        (scaled(lambda k, v, s, t: {"k": widened(k, s), "v": v * 1.0}), "scales_ignored", ""),
+        (scaled(lambda k, v, s, t: {"k_scale": s * s, "v_scale": t}), "scales_twice", ""),
+        (scaled(lambda k, v, s, t: {"k_scale": t, "v_scale": s}), "scales_swapped", ""),
+        (
+            scaled(lambda k, v, s, t: {"k_scale": per_tensor(s), "v_scale": per_tensor(t)}),
+            "scales_of_first_for_all",
+            "",
+        ),
+        (scaled(scales_of_head_0), "scales_of_first_for_all", ""),
+        (
+            scaled(
+                lambda k, v, s, t: {
+                    "k": widened(k.view(np.uint8), s),
+                    "v": widened(v.view(np.uint8), t),
+                }
+            ),
+            "eight_bits_unsigned",
+            "",
+        ),
+    ],
+)
+def test_a_bug_that_only_these_options_show_is_named(kernel, named, where):
+    report = minimha.check(kernel, seed=SEED)
+    assert (report.verdict, report.deviations) == ("wrong", (named,)), str(report)
+    assert report.findings.conditions.get(named, "") == where
+    assert report.explains[0] == report.explains[1]
+
+
+def test_what_was_not_asked_is_in_the_report():
+    report = minimha.check(dense, seed=SEED)
+    assert report.verdict == "right"
+    states = report.covers["packed, paged, functions"]
+    assert states == dict.fromkeys(ARRANGING, "tried")
+
+    def plain(q, k, v, mask_mod=None):
+        return dense(q, k, v, mask_mod=mask_mod)
+
+    report = minimha.check(plain, seed=SEED)
+    states = report.covers["packed, paged, functions"]
+    assert report.verdict == "right"
+    assert states == dict.fromkeys(ARRANGING, "refused") | {"mask_mod": "tried"}
+    assert "score_mod" in report.refused
+    text = " ".join(as_text(report).split())
+    refused = "cu_seqlens_q, cu_seqlens_k, block_table, score_mod, key_indices, k_scale, v_scale"
+    assert f"refused: {refused}; tried: mask_mod" in text
+
+
+def test_functions_reach_a_kernel_in_another_process(tmp_path):
+    where = tmp_path / "kernel.py"
+    where.write_text(
+        "import minimha\n"
+        "def attention(q, k, v, score_mod=None, mask_mod=None, q_offset=None):\n"
+        "    return minimha.attention(q, k, v, score_mod=score_mod, q_offset=q_offset,\n"
+        "                             backend='dense')\n"
+    )
+    report = minimha.check(f"{where}:attention", seed=SEED)
+    assert report.deviations == ("mask_mod_ignored",)
