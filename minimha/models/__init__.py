@@ -1,15 +1,22 @@
-"""Run whole models, from a sentence to the next word: embeddings, layers, logits, checkpoints."""
+"""Run whole transformers, from text to the next token: embeddings, layers, logits, checkpoints."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 __all__ = [
-    "Encoder", "EncoderDecoder", "Transformer", "checkpoints", "interpretability", "load",
-    "sizes", "world",
+    "Encoder", "EncoderDecoder", "Transformer", "attribution", "checkpoints", "interpretability",
+    "load", "repeats", "sizes", "world",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from minimha.models import checkpoints, interpretability, sizes, world
+    from minimha.models import (
+        attribution,
+        checkpoints,
+        interpretability,
+        repeats,
+        sizes,
+        world,
+    )  # fmt: skip
     from minimha.models.checkpoints import load
     from minimha.models.encoder import Encoder
     from minimha.models.encoder_decoder import EncoderDecoder

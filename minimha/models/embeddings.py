@@ -1,4 +1,4 @@
-"""Turn each token into a row of numbers, for its word and its position.
+"""Compute embeddings: a row of E numbers for each token, from its id and its position.
 
 Axes: ``L`` tokens, ``E`` model width, ``V`` vocabulary, ``P`` positions.
 """
@@ -18,9 +18,10 @@ Array = NDArray[Any]
 
 
 def sinusoidal(num_positions: int, d_model: int) -> NDArray[np.float64]:
-    """Return (P, E), float64: row p has sin(p / 10000^(2i/E)) in column 2i, and cos in 2i + 1.
+    """Return the sinusoidal position embeddings, float64 of shape (P, E). E must be even.
 
-    Vaswani et al., "Attention Is All You Need", 2017, section 3.5. E must be even.
+    Row p has sin(p / 10000^(2i/E)) in column 2i, and the cosine in column 2i + 1 (Vaswani et al.,
+    "Attention Is All You Need", 2017, section 3.5).
 
     >>> sinusoidal(2, 4).round(4)
     array([[0.    , 1.    , 0.    , 1.    ],
@@ -35,7 +36,7 @@ def sinusoidal(num_positions: int, d_model: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, eq=False)
 class Embeddings:
-    """The embedding scale · tokens[id] + types[t] + positions[p] of token id, type t, position p.
+    """Embeddings scale · (tokens[id] + types[t]) + positions[p], for sentence type t.
 
     Parameters
     ----------
@@ -43,9 +44,9 @@ class Embeddings:
     positions : ndarray of shape (P, E), optional
         Learned or ``sinusoidal`` rows. Default is none, as for models with rotary embedding.
     scale : float, default 1.0
-        The factor of a token's row: √E in the first transformer and in Gemma.
+        The factor of token and type rows: √E in the original transformer and in Gemma.
     types : ndarray of shape (T, E), optional
-        BERT's rows for the first and the second sentence, added to the rows of their tokens.
+        Rows for the T types of sentences; BERT has T = 2, a first and a second sentence.
     """
 
     tokens: Array
@@ -57,10 +58,11 @@ class Embeddings:
         self, ids: NDArray[np.int64], start: int = 0, tap: Tap = no_tap,
         types: NDArray[np.int64] | None = None,
     ) -> Array:  # fmt: skip
-        """Return the rows (L, E) of the tokens ``ids`` (L,), at positions from ``start`` on.
+        """Return the embeddings (..., L, E) of ``ids`` (..., L), at positions from ``start`` on.
 
-        ``tap`` receives embedded; with positions, it first receives wte (types included) and wpe.
-        ``types`` (L,) are 0 by default.
+        ``types`` (..., L) are the tokens' sentence types, by default 0. ``tap`` receives the result
+        as "embedded". If the model has position rows, ``tap`` first receives "wte" (token and type
+        rows) and "wpe" (position rows).
         """
         x, tap = self.tokens[ids], safe_tap(tap)
         if self.types is not None:
@@ -68,5 +70,5 @@ class Embeddings:
         if self.scale != 1:
             x = x * x.dtype.type(self.scale)
         if self.positions is not None:
-            x = tap("wte", x) + tap("wpe", self.positions[start : start + len(ids)])
+            x = tap("wte", x) + tap("wpe", self.positions[start : start + ids.shape[-1]])
         return np.asarray(tap("embedded", x))

@@ -2,8 +2,8 @@
 
 source → encoder → memory;  target → decoder, which attends to the memory → logits of the next token
 
-Axes: ``Ls`` tokens of the source, ``L`` of the target, ``E`` model width, ``V`` vocabulary. Inside,
-arrays have a batch axis of 1.
+Axes: ``Ls`` tokens of the source, ``L`` of the target, ``E`` model width, ``V`` vocabulary.
+Internal arrays begin with a batch axis.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import Backend
 from minimha.equations.arguments import as_floating, integer, name_of
+from minimha.equations.option_types import Backend
 from minimha.equations.tap import Steps, Tap, no_tap, prefixed, replacing, safe_tap, staged
 from minimha.layers.biases import t5_bias
 from minimha.layers.cache import KVCache
@@ -36,9 +36,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class RelativeBias:
-    """A learned bias of T5 for the distance of a key from its query.
+    """T5's learned bias of attention scores, which depends on the distance from query to key.
 
-    ``table`` is (buckets, H); other attributes are as in ``minimha.layers.biases.t5_bias``.
+    ``table`` (buckets, H), ``max_distance`` and ``bidirectional`` are arguments of
+    ``minimha.layers.biases.t5_bias``.
     """
 
     table: Array
@@ -53,14 +54,14 @@ class RelativeBias:
 
 @dataclass(frozen=True, eq=False)
 class DecoderCache:
-    """The keys and values that a decoder keeps for its next token.
+    """The cached keys and values of a decoder, for decoding the target token by token.
 
     Attributes
     ----------
     own : list of KVCache
-        One per layer: the target's keys and values so far.
+        For each layer, the keys and values of the target tokens so far.
     memory : list of (k, v)
-        One pair per layer, (1, H, Ls, D): the memory's keys and values.
+        For each layer, the keys and values of the encoder's output, (1, H, Ls, D).
     """
 
     own: list[KVCache]
@@ -69,23 +70,24 @@ class DecoderCache:
 
 @dataclass(frozen=True, eq=False)
 class EncoderDecoder:
-    """A model unembedding(decoder(target, encoder(source))): the first transformer, and T5.
+    """An encoder-decoder transformer such as T5: unembedding(decoder(target, encoder(source))).
 
     Parameters
     ----------
     config : Config
     source, target : Embeddings
-        The embeddings of both texts.
+        The embeddings of source and target tokens.
     encoder, decoder : sequence of Layer
     W_vocab : ndarray of shape (E, V)
+        The unembedding.
     encoder_norm, decoder_norm : Norm, optional
         Norms after the last layer. Default is none.
     encoder_bias, decoder_bias : RelativeBias, optional
-        Biases of the scores of self-attention in every layer. Default is none.
+        Biases added to the self-attention scores of every layer. Default is none.
     output_scale : float, default 1.0
-        The factor of rows before the unembedding: 1/√E in T5 with a tied unembedding.
+        The factor of hidden states before the unembedding: 1/√E in T5 with a tied unembedding.
     start : int, default 0
-        The first token of every target.
+        The id of the first token of every target.
     tokenizer : Tokenizer, optional
 
     References
@@ -112,14 +114,14 @@ class EncoderDecoder:
         self, ids: str | ArrayLike, *, backend: Backend = "auto", tap: Tap = no_tap,
         replace: Steps = None,
     ) -> Array:  # fmt: skip
-        """Return the encoder's output: one row for each token of the source.
+        """Return the encoder's output, one hidden state for each source token.
 
         Parameters
         ----------
         ids : str, or array_like of shape (Ls,), int
-            The source's tokens, or text for the tokenizer.
+            The source's token ids, or text for the tokenizer.
         backend, tap, replace
-            As in ``Transformer.logits``; steps of layer n are named like ``weights[encoder n]``.
+            As in ``Transformer.logits``; names of layer n's arrays end in ``[encoder n]``.
 
         Returns
         -------
@@ -128,8 +130,8 @@ class EncoderDecoder:
         Raises
         ------
         TypeError, ValueError
-            Text without a tokenizer, a token outside the vocabulary, more tokens than positions, a
-            ``replace`` that does not fit.
+            Text without a tokenizer, an id outside the vocabulary, more tokens than positions, or
+            a ``replace`` of an unknown name or a wrong shape.
         """
         tokens = self.encode(ids)
         self._check_length("ids", len(tokens), 0)
@@ -147,19 +149,21 @@ class EncoderDecoder:
         self, memory: ArrayLike, target: str | ArrayLike, *, cache: DecoderCache | None = None,
         backend: Backend = "auto", tap: Tap = no_tap, replace: Steps = None,
     ) -> Array:  # fmt: skip
-        """Return for each token of the target the logits of the next token.
+        """Return the logits of the next token after each token of the target.
 
         Parameters
         ----------
         memory : array_like of shape (Ls, E)
-            The result of ``memory`` for the source.
+            The encoder's output, as the method ``memory`` returns it.
         target : str, or array_like of shape (L,), int
-            The tokens so far; the first should be ``start``.
+            The target's token ids, or text. Without a cache, all tokens so far, which should begin
+            with ``start``. With a cache, only the tokens that it lacks.
         cache : DecoderCache, optional
-            The earlier tokens, from ``new_cache`` of this memory; ``target`` is appended.
+            A cache of earlier target tokens, made by ``new_cache`` for this memory. The call
+            appends ``target`` to it.
         backend, tap, replace
-            As in ``Transformer.logits``; steps of layer n are named like ``weights[decoder n]`` or,
-            in cross-attention, ``weights[cross n]``.
+            As in ``Transformer.logits``; names of layer n's arrays end in ``[decoder n]``, and
+            those of its cross-attention in ``[cross n]``.
 
         Returns
         -------
@@ -168,7 +172,7 @@ class EncoderDecoder:
         Raises
         ------
         TypeError, ValueError
-            As ``memory``, or a memory of another shape.
+            As in the method ``memory``, or the argument ``memory`` has another shape.
         """
         rows = self._checked_memory(memory)
         tokens = numbers("target", target, self.config.vocabulary, self.tokenizer)
@@ -177,7 +181,10 @@ class EncoderDecoder:
             return np.asarray(self.unembed(x, tap)[0])
 
     def unembed(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Return the logits (..., L, V) of the decoder's rows x (..., L, E)."""
+        """Return the logits (..., L, V) of x (..., L, E), hidden states after the last layer.
+
+        ``decoder_norm``, ``output_scale`` and ``W_vocab`` are applied to x in this order.
+        """
         tap = safe_tap(tap)
         if self.decoder_norm is not None:
             x = self.decoder_norm(x, prefixed(tap, "final_"))
@@ -186,18 +193,19 @@ class EncoderDecoder:
         return np.asarray(tap("logits", product(x, tap("W_vocab", self.W_vocab))))
 
     def new_cache(self, memory: ArrayLike, capacity: int | None = None) -> DecoderCache:
-        """Return a cache for one target, with the memory's keys and values of every layer.
+        """Return a cache for decoding one target, with the keys and values of the encoder's output.
 
         Parameters
         ----------
         memory : array_like of shape (Ls, E)
         capacity : int, optional
-            The number of tokens that fit. Default is ``config.max_length``.
+            The largest number of target tokens, ``start`` included. Default is
+            ``config.max_length``.
 
         Raises
         ------
         TypeError, ValueError
-            A memory of another shape, a capacity that is not a positive integer.
+            A memory of another shape, or a capacity that is not a positive integer.
         """
         rows, config = self._checked_memory(memory), self.config
         size = integer("capacity", config.max_length if capacity is None else capacity)
@@ -212,15 +220,16 @@ class EncoderDecoder:
         top_k: int | None = None, top_p: float | None = None, seed: int = 0,
         eos: int | Sequence[int] | None = None, backend: Backend = "auto", replace: Steps = None,
     ) -> Iterator[int]:  # fmt: skip
-        """Yield up to ``num_tokens`` tokens of a target, each drawn given those before it.
+        """Yield up to ``num_tokens`` target tokens, sampled one by one for the source ``ids``.
 
-        Parameters are those of ``Transformer.generate``; ``ids`` are the source, and ``replace`` is
-        that of ``memory``.
+        The result excludes the first token ``start``. Parameters are those of
+        ``Transformer.generate``, except ``replace``, which is as in ``memory``.
 
         Raises
         ------
         TypeError, ValueError
-            As ``memory``, or an option outside its range; raised by the call, not by a draw.
+            As in ``memory``, or an option is out of range. The call itself raises these errors,
+            before the first token.
         """
         count = integer("num_tokens", num_tokens)
         sample = sampler(temperature, top_k, top_p, seed)
@@ -239,14 +248,14 @@ class EncoderDecoder:
         return generated(logits, np.array([self.start]), count, sample, last)
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the ids (L,) of a text's tokens; ids that are given are checked and returned."""
+        """Return token ids (L,), int64: those of a text, or the given ids after a range check."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _decoded(
         self, memory: Array, tokens: NDArray[np.int64], cache: DecoderCache | None,
         backend: Backend, tap: Tap = no_tap,
     ) -> Array:  # fmt: skip
-        """Return the target's rows after the last layer, (1, L, E)."""
+        """Return the target's hidden states (1, L, E) after the last layer."""
         start = 0 if cache is None else int(cache.own[0].lengths[0])
         self._check_length("target", len(tokens), start)
         x = self.target(tokens, start, tap)[None]
@@ -262,7 +271,7 @@ class EncoderDecoder:
         return x
 
     def _check_length(self, name: str, num_tokens: int, start: int) -> None:
-        """Raise ValueError if tokens exceed a table of positions; relative ones have no limit."""
+        """Raise ValueError if tokens exceed the learned or sinusoidal positions."""
         if self.target.positions is not None:
             check_length(name, num_tokens, start, self.config.max_length)
 
@@ -276,11 +285,11 @@ class EncoderDecoder:
 
 
 def original(config: Config, seed: int = 0) -> EncoderDecoder:
-    """Return the first transformer, with random weights.
+    """Return the original transformer of Vaswani et al. (2017), with random weights from ``seed``.
 
-    Norms follow the sums, positions are sinusoidal, and the activation is the configuration's (the
-    paper's is ReLU). Both texts and the unembedding share one matrix; embeddings are multiplied by
-    √E. Encoder and decoder have ``config.num_layers`` layers each.
+    Layers are post-norm, positions are sinusoidal, and the activation is ``config.activation`` (the
+    paper's is ReLU). One matrix gives the source's and target's token embeddings, multiplied by √E,
+    and the unembedding. Encoder and decoder have ``config.num_layers`` layers each.
 
     Vaswani et al., "Attention Is All You Need", 2017, sections 3.1 to 3.5.
     """

@@ -1,4 +1,4 @@
-"""Look inside a model: what heads attend to, and logits without heads or after each layer.
+"""Analyse a transformer: ablation of heads, the logit lens, and attention patterns of heads.
 
 Axes: ``L`` tokens, ``H`` heads, ``Dv`` width of a value, ``V`` vocabulary.
 """
@@ -26,7 +26,7 @@ Prompt = str | Sequence[int] | Ids
 
 
 class Head(NamedTuple):
-    """A head, given by its layer and its number, both from 0; written L1H0."""
+    """An attention head, given by its layer and its index there, both from 0; printed as L1H0."""
 
     layer: int
     number: int
@@ -36,7 +36,10 @@ class Head(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, config: Config) -> Head:
-        """Return the model's head that ``text`` names, such as "L1H0" or "1.0"."""
+        """Return the head that ``text`` names, like "L1H0" or "1.0".
+
+        Raise ValueError if a model with this ``config`` has no such head.
+        """
         parts = text.upper().removeprefix("L").replace("H", ".").split(".")
         if len(parts) == 2 and all(part.isascii() and part.isdigit() for part in parts):
             head = cls(*(int(part[:9]) for part in parts))
@@ -49,15 +52,16 @@ class Head(NamedTuple):
 def without_heads(
     model: Transformer, heads: Iterable[Head], means: Array | None = None
 ) -> Transformer:
-    """Return the model without some heads, whose rows of W_o are set to 0.
+    """Return a copy of a model without the given heads: their rows of W_o are set to 0.
 
     Parameters
     ----------
     model : Transformer
-        The model, which is not changed; the result shares its other weights.
+        The model, which is not changed; the copy shares its other weights.
     heads : iterable of Head
     means : ndarray of shape (layers, H, Dv), optional
-        The outputs of removed heads, from ``mean_outputs``. Default is zeros.
+        Constant outputs that replace those of the removed heads, as ``mean_outputs`` returns them.
+        They enter the bias b_o. Default is 0.
 
     References
     ----------
@@ -69,15 +73,26 @@ def without_heads(
     for layer in sorted({head.layer for head in removed}):
         numbers = [head.number for head in removed if head.layer == layer]
         given = None if means is None else means[layer]
-        attention = _without(blocks[layer].attention, numbers, given)
+        attention = _without(attention_of(model, layer), numbers, given)
         blocks[layer] = replace(blocks[layer], attention=attention)
     return replace(model, blocks=tuple(blocks))
+
+
+def attention_of(model: Transformer, layer: int) -> MultiHeadAttention:
+    """Return a layer's attention; raise ValueError unless it is a ``MultiHeadAttention``."""
+    found = model.blocks[layer].attention
+    if not isinstance(found, MultiHeadAttention):
+        raise ValueError(
+            f"layer {layer} of this {model.config.architecture} is a {type(found).__name__}: "
+            f"expected a MultiHeadAttention, whose heads can be taken apart"
+        )
+    return found
 
 
 def _without(
     whole: MultiHeadAttention, numbers: Sequence[int], means: Array | None
 ) -> MultiHeadAttention:
-    """Copy ``whole`` without the heads ``numbers``; b_o includes their means (H, Dv), if given."""
+    """Return a copy of ``whole`` without the heads ``numbers``; b_o includes their ``means``."""
     less = copy.copy(whole)
     W_o = whole.W_o.reshape(whole.num_heads, whole.value_dim, -1).copy()
     if means is not None:
@@ -94,12 +109,16 @@ def _without(
 
 
 def mean_outputs(model: Transformer, prompts: Iterable[Prompt]) -> NDArray[np.float64]:
-    """Return each head's mean output over all tokens of the prompts, (layers, H, Dv)."""
+    """Return the mean output of each head over all tokens of the prompts, (layers, H, Dv).
+
+    Without prompts, it is 0.
+    """
     config = model.config
-    sums = np.zeros((config.num_layers, config.num_heads, model.blocks[0].attention.value_dim))
+    attention: Any = model.blocks[0].attention
+    sums = np.zeros((config.num_layers, config.num_heads, attention.value_dim))
     count = 0
     for prompt in prompts:
-        outputs = _steps(model, prompt, "head_output")
+        outputs = every_layer(model, prompt, "head_output")
         sums += np.stack([output[0].sum(axis=1) for output in outputs])
         count += outputs[0].shape[-2]
     return sums / max(count, 1)
@@ -109,7 +128,7 @@ def lens(
     model: Transformer, ids: str | ArrayLike, positions: ArrayLike = -1,
     layers: ArrayLike | None = None, *, replace: Steps = None,
 ) -> Array:  # fmt: skip
-    """Return the logits after the embeddings and after every layer: the logit lens.
+    """Compute the logit lens: the logits from the residual stream after each layer.
 
     Parameters
     ----------
@@ -118,65 +137,80 @@ def lens(
     positions : int or array_like of int, default -1
         The positions of n tokens; negative numbers count from the end.
     layers : int or array_like of int, optional
-        Numbers of layers; 0 is the embeddings. Default is all.
-    replace : mapping from step name to array_like, optional
-        As in ``model.logits``, for steps up to the last layer.
+        The m places in the stream: n is after the n-th layer, 0 is the embeddings, and -1 is after
+        the last layer. Default is all.
+    replace : mapping of str to array_like, optional
+        As in ``model.logits``, but only for arrays before the final norm.
 
     Returns
     -------
-    ndarray of shape (1 + layers, n, V), float32
+    ndarray of shape (m, n, V), float32
         Logits after the last layer are those of ``model.logits``.
 
     Raises
     ------
     TypeError, ValueError
-        As ``model.logits``, or a position or layer out of range.
+        As in ``model.logits``, or a position or layer is out of range.
 
     References
     ----------
     nostalgebraist, "Interpreting GPT: the logit lens", 2020.
     """
     tokens, depth = model.encode(ids), 1 + model.config.num_layers
-    rows = _places("positions", positions, len(tokens))
-    kept = _places("layers", range(depth) if layers is None else layers, depth)
-    found = _steps(model, tokens, "embedded", "residual", replace=replace)
-    stream = [x.reshape(-1, x.shape[-1])[rows] for x in found]
+    rows = places("positions", positions, len(tokens))
+    kept = places("layers", range(depth) if layers is None else layers, depth)
+    found = run_steps(model, tokens, "embedded", "residual", replace=replace)
+    stream = [x.reshape(-1, x.shape[-1])[rows] for x in found.values()]
     return np.stack([model.unembed(stream[n]) for n in kept])
 
 
-def _places(name: str, given: ArrayLike, count: int) -> Ids:
-    places = np.atleast_1d(as_integers(name, given))
-    if (places < -count).any() or (places >= count).any():
+def places(name: str, given: ArrayLike, count: int) -> Ids:
+    """Return ``given``, one index or several, as an array (n,).
+
+    Raise ValueError unless all are from ``-count`` to ``count - 1``. ``name`` is the argument's
+    name in errors.
+    """
+    found = np.atleast_1d(as_integers(name, given))
+    if (found < -count).any() or (found >= count).any():
         raise ValueError(f"{name_of(name)} is {given!r}: expected {-count} to {count - 1}")
-    return places
+    return found
 
 
 def previous(ids: Ids) -> NDArray[np.bool_]:
-    """Mark key i - 1, the token before query i, in a mask (Clark et al. 2019, section 3.1)."""
+    """Return the mask (L, L) that is True for query i and key i - 1 (Clark et al. 2019)."""
     return np.eye(len(ids), k=-1, dtype=bool)
 
 
 def first(ids: Ids) -> NDArray[np.bool_]:
-    """Mark key 0 for queries i > 0 (Clark et al. 2019; attention sinks in Xiao et al. 2024)."""
+    """Return the mask (L, L) that is True for key 0 and queries i > 0 (attention sinks).
+
+    Clark et al. 2019; Xiao et al. 2024.
+    """
     i = np.arange(len(ids))
     return np.asarray((i[:, None] > 0) & (i == 0))
 
 
 def itself(ids: Ids) -> NDArray[np.bool_]:
-    """Mark key i, the query's own token, for i > 0. Query 0 is left out: it sees no other key."""
+    """Return the mask (L, L) that is True for query i and key i, for i > 0.
+
+    Query 0 is left out, since it sees no other key.
+    """
     found = np.eye(len(ids), dtype=bool)
     found[:1] = False
     return found
 
 
 def matching(ids: Ids) -> NDArray[np.bool_]:
-    """Mark keys j < i whose token is query i's too (Wang et al. 2022: duplicate token heads)."""
+    """Return the mask (L, L) that is True at earlier keys whose token is the query's token.
+
+    Wang et al. 2022: duplicate token heads.
+    """
     found: NDArray[np.bool_] = np.tril(ids[:, None] == ids, k=-1)
     return found
 
 
 def induction(ids: Ids) -> NDArray[np.bool_]:
-    """Mark keys j <= i whose previous token equals the token of query i.
+    """Return the mask (L, L) that is True at keys right after an earlier copy of the query's token.
 
     Elhage et al. 2021, "Induction Heads"; Olsson et al. 2022 ("prefix matching").
     """
@@ -193,7 +227,7 @@ PATTERNS: dict[str, Pattern] = {
 
 @dataclass(frozen=True, eq=False)
 class Behaviours:
-    """How much attention each head gives to the keys that patterns such as ``previous`` mark.
+    """The mean attention of each head to the keys of each pattern, such as the previous token.
 
     Attributes
     ----------
@@ -202,7 +236,7 @@ class Behaviours:
     scores : ndarray of shape (layers, H, n)
         The total weight of the marked keys, averaged over the queries that have a marked key.
     uniform : ndarray of shape (n,)
-        The scores of a head that gives equal weights to all visible keys.
+        The scores of a head that would give equal weights to all keys up to the query's own.
     counts : ndarray of shape (n,), int
         The number of queries that have a marked key.
     """
@@ -216,19 +250,19 @@ class Behaviours:
 def behaviours(
     model: Transformer, prompts: Iterable[Prompt], patterns: Mapping[str, Pattern] = PATTERNS
 ) -> Behaviours:
-    """Compute how much attention each head of a model gives to the keys that each pattern marks.
+    """Measure the mean attention weight of each head on the keys of each pattern.
 
     Parameters
     ----------
     model : Transformer
     prompts : iterable of str or of sequence of int
     patterns : mapping of str to function, optional
-        Each maps tokens (L,) to bool (L, L); True marks a key (column) for a query (row).
+        Functions from token ids (L,) to a mask (L, L): True marks a key (column) of a query (row).
 
     Raises
     ------
     TypeError, ValueError
-        As ``model.logits``.
+        As in ``model.logits``, or a layer has no attention weights (``every_layer``).
 
     References
     ----------
@@ -242,7 +276,7 @@ def behaviours(
     uniform, counts = np.zeros(n), np.zeros(n, np.int64)
     for prompt in prompts:
         ids = model.encode(prompt)
-        weights = np.stack([A[0] for A in _steps(model, ids, "weights")])
+        weights = np.stack([A[0] for A in every_layer(model, ids, "weights")])
         alike = np.tri(len(ids)) / np.arange(1, len(ids) + 1)[:, None]
         for p, pattern in enumerate(patterns.values()):
             marked = pattern(ids)
@@ -258,13 +292,33 @@ def behaviours(
     )
 
 
-def _steps(model: Transformer, prompt: Prompt, *steps: str, replace: Steps = None) -> list[Array]:
-    """Run the model and return the values of ``steps``, in the order of computation."""
-    found: list[Array] = []
+def every_layer(model: Transformer, prompt: str | ArrayLike, step: str) -> list[Array]:
+    """Run a model and return the intermediate array ``step`` of each layer.
+
+    Raise ValueError if a layer does not compute it.
+    """
+    found = run_steps(model, prompt, step)
+    for n in range(model.config.num_layers):
+        if f"{step}[layer {n}]" not in found:
+            raise ValueError(
+                f"layer {n} of this {model.config.architecture} has no step {step!r}: its "
+                f"{type(model.blocks[n].attention).__name__} does not compute it"
+            )
+    return list(found.values())
+
+
+def run_steps(
+    model: Transformer, prompt: str | ArrayLike, *steps: str, replace: Steps = None
+) -> dict[str, Array]:
+    """Run a model and return the intermediate arrays ``steps`` of all layers.
+
+    The keys are full names, such as "weights[layer 0]". ``replace`` is as in ``model.logits``.
+    """
+    found: dict[str, Array] = {}
 
     def receive(name: str, value: Any) -> Any:
         if name.partition("[")[0] in steps:
-            found.append(value)
+            found[name] = value
         return value
 
     with replacing(receive, replace) as tap:

@@ -1,105 +1,26 @@
-"""Compute parameters, FLOPs and key/value caches of known models from their sizes.
+"""Compute parameter counts, FLOPs and key/value cache sizes of known models.
 
 All arithmetic is with integers. Letters: ``E`` = d_model, ``H`` = num_heads, ``Hkv`` =
 num_kv_heads, ``D`` = head_dim, ``F`` = d_ff, ``V`` = vocabulary, ``L`` = tokens.
 """
 
-from dataclasses import astuple, dataclass, fields, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
 
-from minimha.equations.arguments import choice, flag, integer
+from minimha.equations.arguments import choice, integer
+from minimha.models.presets import PRESETS, Preset, find
+
+__all__ = [
+    "PRESETS", "Flops", "Parameters", "Preset", "Savings", "cache_bytes_per_token",
+    "decode_flops", "find", "kv_cache_bytes", "parameters", "prefill_flops", "saved_by_groups",
+    "weight_bytes",
+]  # fmt: skip
 
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
 
 
 @dataclass(frozen=True)
-class Preset:
-    """The sizes of one model.
-
-    Attributes
-    ----------
-    name : str
-    layers : int
-    d_model : int
-        E, the model width.
-    num_heads, num_kv_heads : int
-        H and Hkv; H must be a multiple of Hkv.
-    head_dim : int
-        D, the width of queries, keys and values.
-    d_ff : int
-        F, the width inside the feed-forward.
-    vocabulary : int
-        V, the rows of the token embedding.
-    max_length : int
-        The largest number of tokens that the model can read.
-    is_gated : bool
-        Whether the feed-forward has three matrices (a gate, as in SwiGLU) instead of two.
-    has_biases : bool
-        Whether projections have a bias and norms are LayerNorms. If False, projections have no
-        bias, and norms are RMSNorms, which have only a gain.
-    is_tied : bool
-        Whether the token embedding is also the unembedding.
-    has_learned_positions : bool
-        Whether there is a position embedding of max_length rows. If False, positions have no
-        parameters (RoPE).
-    source : str
-    is_causal : bool, default True
-        True for a decoder. An encoder sees every token at once. It ends in BERT's pooler, an (E, E)
-        matrix on the first token, instead of an unembedding.
-    num_segments : int, default 0
-        The number of rows of the segment embedding.
-    window : int, optional
-        The largest number of keys that a decoder's query sees, its own included. Older keys are not
-        cached. Default is all.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A size that is not an integer, or below 1 (num_segments: below 0), a flag that is neither
-        True nor False, an H that is no multiple of Hkv, or an encoder with a window.
-    """
-
-    name: str
-    layers: int
-    d_model: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    d_ff: int
-    vocabulary: int
-    max_length: int
-    is_gated: bool
-    has_biases: bool
-    is_tied: bool
-    has_learned_positions: bool
-    source: str
-    is_causal: bool = True
-    num_segments: int = 0
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            name, value = each.name, getattr(self, each.name)
-            if each.type is bool:
-                object.__setattr__(self, name, flag(name, value))
-            elif each.type is int or (name == "window" and value is not None):
-                low = 0 if name == "num_segments" else 1
-                object.__setattr__(self, name, integer(name, value, low))
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads is {self.num_kv_heads} but num_heads is {self.num_heads}: H must be "
-                f"a multiple of Hkv"
-            )
-        if self.window is not None and not self.is_causal:
-            raise ValueError(
-                f"window is {self.window} but is_causal is False: only a decoder has a window, "
-                f"whose queries see the latest keys"
-            )
-
-
-@dataclass(frozen=True)
 class Parameters:
-    """The numbers of parameters in the parts of a model."""
+    """The number of parameters in each part of a model."""
 
     attention: int
     feed_forward: int
@@ -109,7 +30,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Return the number of all parameters."""
+        """Return the total number of parameters."""
         return sum(astuple(self))
 
 
@@ -127,13 +48,13 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """Return the number of all operations."""
+        """Return the total number of operations."""
         return sum(astuple(self))
 
 
 @dataclass(frozen=True)
 class Savings:
-    """What a model saves compared with the same model with num_kv_heads = num_heads."""
+    """The parameters, FLOPs and cache bytes that grouped-query attention saves over Hkv = H."""
 
     parameters: int
     prefill_flops: int
@@ -141,56 +62,8 @@ class Savings:
     kv_cache_bytes: int
 
 
-_BERT: dict[str, Any] = {
-    "vocabulary": 30522, "max_length": 512, "is_gated": False, "has_biases": True,
-    "is_tied": True, "has_learned_positions": True, "is_causal": False, "num_segments": 2,
-    "source": "Devlin et al., BERT, 2018, section 3",
-}  # fmt: skip
-# GPT-2's paper prints 117M and 762M; the weights released with it hold 124M and 774M.
-_GPT2: dict[str, Any] = {
-    "vocabulary": 50257, "max_length": 1024, "is_gated": False, "has_biases": True,
-    "is_tied": True, "has_learned_positions": True,
-    "source": "Radford et al., 2019, table 2, and its released weights",
-}  # fmt: skip
-# Every second layer of GPT-3 sees a band of unpublished width: counted as if dense.
-_GPT3 = _GPT2 | {"max_length": 2048, "source": "Brown et al., 2020, table 2.1"}
-_LLAMA3: dict[str, Any] = {
-    "vocabulary": 128256, "max_length": 8192, "is_gated": True, "has_biases": False,
-    "is_tied": False, "has_learned_positions": False,
-    "source": "Llama Team, 2024, table 3, and its first release",
-}  # fmt: skip
-_MISTRAL = _LLAMA3 | {"vocabulary": 32000, "window": 4096, "source": "Jiang et al., 2023, table 1"}
-PRESETS = {
-    name: Preset(name, *sizes, **family)
-    for name, sizes, family in (  # layers, E, H, Hkv, D, F
-        ("BERT-Base", (12, 768, 12, 12, 64, 3072), _BERT),
-        ("BERT-Large", (24, 1024, 16, 16, 64, 4096), _BERT),
-        ("GPT-2 Small", (12, 768, 12, 12, 64, 3072), _GPT2),
-        ("GPT-2 Large", (36, 1280, 20, 20, 64, 5120), _GPT2),
-        ("GPT-3", (96, 12288, 96, 96, 128, 49152), _GPT3),
-        ("Llama-3-8B", (32, 4096, 32, 8, 128, 14336), _LLAMA3),
-        ("Llama-3-70B", (80, 8192, 64, 8, 128, 28672), _LLAMA3),
-        ("Mistral-7B", (32, 4096, 32, 8, 128, 14336), _MISTRAL),
-    )
-}
-
-
-def find(name: str) -> Preset:
-    """Return the preset called ``name``; case, spaces and punctuation do not matter.
-
-    >>> find("gpt3").name, find("llama 3 8b").num_kv_heads
-    ('GPT-3', 8)
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"preset is {name!r}: expected a name, one of {', '.join(PRESETS)}")
-    for preset in PRESETS.values():
-        if _letters(preset.name) == _letters(name):
-            return preset
-    raise ValueError(f"preset is {name!r}: expected one of {', '.join(PRESETS)}")
-
-
 def check_length(preset: Preset, length: int) -> int:
-    """Return ``length`` if it is an integer from 1 to the preset's max_length; raise if not."""
+    """Return ``length``; raise ValueError unless it is from 1 to ``preset.max_length``."""
     _check_preset(preset)
     tokens = integer("length", length, 1)
     if tokens > preset.max_length:
@@ -202,45 +75,46 @@ def check_length(preset: Preset, length: int) -> int:
 
 
 def parameters(preset: Preset) -> Parameters:
-    """Return the numbers of weights and biases in each part of a model.
+    """Count the weights and biases in each part of a model.
 
-    - attention: layers · (W_q, W_o: 2 · E · H · D; W_k, W_v: 2 · E · Hkv · D; biases:
-      H · D + 2 · Hkv · D + E)
-    - feed_forward: layers · (2 · E · F, gated 3 · E · F; biases: F + E, gated 2 · F + E)
-    - norms: (2 · layers + 1) · E, twice that with biases
-    - embeddings: (V + learned positions + segments) · E
-    - head: V · E if it is not tied; an encoder's pooler E · E + E
+    - attention: layers · (W_q and W_o: 2 · E · H · D; W_k and W_v: 2 · E · Hkv · D; biases:
+      H · D + 2 · Hkv · D + E). A gate adds E · H · D, and ``Indexer``, sinks and ``qk_norm`` add
+      weights too. ``Latent`` and ``Delta`` replace the matrices.
+    - feed_forward: layers · (2 · E · F, or 3 · E · F if gated; biases: F + E, or 2 · F + E if
+      gated). A mixture counts all its experts, the shared one, and the router (E, experts).
+    - norms: (2 · layers + 1) · E, or (4 · layers + 1) · E if outputs are normalised too. With
+      biases, twice that.
+    - embeddings: (V + learned positions + segments) · E.
+    - head: V · E, or 0 if tied. An encoder has a pooler instead: E · E + E.
 
     >>> parameters(PRESETS["GPT-2 Small"]).total
     124439808
     """
     _check_preset(preset)
-    E, F = preset.d_model, preset.d_ff
-    joined = preset.num_heads * preset.head_dim
-    joined_kv = preset.num_kv_heads * preset.head_dim
-    inner = 2 if preset.is_gated else 1
-    biases = int(preset.has_biases)
+    E, biases = preset.d_model, int(preset.has_biases)
     rows = preset.vocabulary + preset.num_segments
-    rows += preset.max_length if preset.has_learned_positions else 0
+    rows += preset.max_length if preset.positions == "learned" else 0
     if preset.is_causal:
         head = 0 if preset.is_tied else _head_weights(preset)
     else:
         head = _head_weights(preset) + biases * E
-    attention = _projection_weights(preset) + biases * (joined + 2 * joined_kv + E)
-    feed_forward = _feed_forward_weights(preset) + biases * (inner * F + E)
-    norms = (2 * preset.layers + 1) * E * (1 + biases)
-    n = preset.layers
-    return Parameters(n * attention, n * feed_forward, norms, rows * E, head)
+    feed_forward = _feed_forward_weights(preset) + _feed_forward_vectors(preset)
+    norms = (preset.norms_per_layer * preset.layers + 1) * E * (1 + biases)
+    attention = _projection_weights(preset) + _attention_vectors(preset)
+    return Parameters(attention, feed_forward, norms, rows * E, head)
 
 
 def prefill_flops(preset: Preset, length: int) -> Flops:
-    """Return the FLOPs of one pass over a prompt of ``length`` tokens.
+    """Return the FLOPs of one forward pass over a prompt of ``length`` tokens.
 
     - projections: 2 · L · layers · 2 · E · (H + Hkv) · D
-    - feed_forward: 2 · L · layers · 2 · E · F; with a gate, 2 · L · layers · 3 · E · F
-    - attention, Q Kᵀ and P V: 4 · layers · H · D · pairs of a query and a visible key. There are
-      L² pairs; in a causal model 1 + 2 + … + L = L · (L + 1) / 2; with a window w, Σ min(i, w)
-    - head: 2 · E · V for the logits after the last token; 2 · E · E for an encoder's pooler
+    - feed_forward: 2 · L · layers · 2 · E · F, or 2 · L · layers · 3 · E · F if gated. A mixture
+      counts only the experts that compute a token, and the router.
+    - attention (Q Kᵀ and P V): 4 · layers · H · D · n, where n is the number of pairs of a query
+      and a visible key. It is L² in an encoder and 1 + 2 + … + L = L · (L + 1) / 2 in a decoder, or
+      Σ min(i, w) with a window w. An indexer scores all pairs. A delta rule has 3 products with its
+      state per token.
+    - head: 2 · E · V for the logits after the last token. An encoder's pooler has 2 · E · E.
 
     Parameters
     ----------
@@ -251,7 +125,7 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
     Raises
     ------
     TypeError, ValueError
-        A length outside this range.
+        ``preset`` is no Preset, or ``length`` is outside this range.
 
     References
     ----------
@@ -264,40 +138,37 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
     True
     """
     length = check_length(preset, length)
-    if preset.is_causal:
-        full = _seen(preset, length)
-        pairs = full * (full + 1) // 2 + (length - full) * full
-    else:
-        pairs = length * length
-    return _flops(preset, length, pairs)
+    return _flops(preset, 0, length)
 
 
 def decode_flops(preset: Preset, length: int) -> Flops:
-    """Return the FLOPs of one decode step, for the last of ``length`` tokens.
+    """Return the FLOPs of the decode step for the last of ``length`` tokens.
 
     The formulas are those of ``prefill_flops``, with one token and L pairs, or min(L, w) with a
-    window w. A prefill's attention takes as many FLOPs as its tokens' decode steps together.
+    window w. The decode steps of L tokens together have as many attention FLOPs as their prefill.
 
     Raises
     ------
     TypeError, ValueError
-        As ``prefill_flops``, or the preset is an encoder, which does not decode.
+        As in ``prefill_flops``, or the preset is an encoder, which does not decode.
     """
     _check_decoder(preset)
     length = check_length(preset, length)
-    return _flops(preset, 1, _seen(preset, length))
+    return _flops(preset, length - 1, length)
 
 
 def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
-    """Return the bytes of all layers' keys and values for one sequence of ``length`` tokens.
+    """Return the size in bytes of all layers' key/value caches for a sequence of ``length`` tokens.
 
-    These are 2 · layers · Hkv · D · L · bytes per number. With a window w, min(L, w) replaces L.
-    ``dtype`` is "float32", "float16" or "bfloat16".
+    The size is 2 · layers · Hkv · D · L · bytes per number. In layers with a window w, min(L, w)
+    replaces L. Latent attention caches one latent row and one rotated key per token in place of
+    2 · Hkv · D numbers. An indexer caches one more key. A layer with the delta rule has a state
+    whose size does not depend on L. ``dtype`` is "float32", "float16" or "bfloat16".
 
     Raises
     ------
     TypeError, ValueError
-        As ``decode_flops``, or another dtype.
+        As in ``decode_flops``, or ``dtype`` is another one.
 
     References
     ----------
@@ -313,24 +184,42 @@ def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
     """
     _check_decoder(preset)
     length = check_length(preset, length)
-    num_entries = 2 * preset.layers * preset.num_kv_heads * preset.head_dim
-    return num_entries * _seen(preset, length) * ITEM_SIZES[choice("dtype", dtype, ITEM_SIZES)]
+    per_token = 2 * preset.num_kv_heads * preset.head_dim
+    if preset.latent:
+        per_token = preset.latent.keys + preset.latent.rotated
+    if preset.indexer:
+        per_token += preset.indexer.head_dim
+    local = preset.local_layers
+    tokens = (preset.attention_layers - local) * length
+    tokens += local * min(length, preset.window or length)
+    entries = per_token * tokens + (preset.layers - preset.attention_layers) * _state(preset)
+    return entries * ITEM_SIZES[choice("dtype", dtype, ITEM_SIZES)]
+
+
+def cache_bytes_per_token(preset: Preset, dtype: str = "float16") -> int:
+    """Return the bytes that one more token adds to all layers' caches while no window is full.
+
+    >>> cache_bytes_per_token(PRESETS["DeepSeek-V3"]) == 2 * 61 * (512 + 64)
+    True
+    """
+    return kv_cache_bytes(preset, 2, dtype) - kv_cache_bytes(preset, 1, dtype)
 
 
 def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
-    """Return the memory of the weights: parameters · bytes per number.
+    """Return the size of a model's weights in bytes: number of parameters · bytes per number.
 
-    A decode step reads all weights except the embeddings of other tokens, positions and segments.
-    It also reads the whole token embedding if that is the head.
+    A decode step reads all these weights, except the rows of the embeddings that belong to other
+    tokens, positions and segments. A tied token embedding is read whole, because it is also the
+    head. In a mixture, a step reads only the chosen experts and the shared one.
     """
     return parameters(preset).total * ITEM_SIZES[choice("dtype", dtype, ITEM_SIZES)]
 
 
 def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savings:
-    """Return what a model saves compared with the same model with num_kv_heads = num_heads.
+    """Return the savings of grouped-query attention over the same model with Hkv = H.
 
-    The cache, W_k and W_v shrink to Hkv / H of their size. The attention's FLOPs stay, since each
-    query head still attends to every key. Arguments are those of ``kv_cache_bytes``.
+    The cache, W_k and W_v shrink to Hkv / H of their size. The attention's FLOPs do not change,
+    since each query head still attends to all keys. Arguments are those of ``kv_cache_bytes``.
 
     Ainslie et al., "GQA", 2023, section 2.2.
 
@@ -347,37 +236,117 @@ def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savi
     )
 
 
-def _flops(preset: Preset, tokens: int, pairs: int) -> Flops:
+def _flops(preset: Preset, start: int, stop: int) -> Flops:
+    """Return the FLOPs of the tokens from ``start`` to ``stop`` - 1."""
     return Flops(
-        projections=2 * tokens * preset.layers * _projection_weights(preset),
-        feed_forward=2 * tokens * preset.layers * _feed_forward_weights(preset),
-        attention=4 * preset.layers * preset.num_heads * preset.head_dim * pairs,
+        projections=2 * (stop - start) * _projection_weights(preset),
+        feed_forward=2 * (stop - start) * _feed_forward_weights(preset, is_computed=True),
+        attention=_attention_flops(preset, start, stop),
         head=2 * _head_weights(preset),
     )
 
 
+def _attention_flops(preset: Preset, start: int, stop: int) -> int:
+    """Return the FLOPs of all products of queries and keys, and of weights and values."""
+
+    def pairs(most: int) -> int:
+        """Return the number of pairs if a query sees at most ``most`` keys."""
+        if not preset.is_causal:
+            return (stop - start) * stop
+        full = [min(n, most) for n in (start, stop)]
+        below, upto = (
+            f * (f + 1) // 2 + (n - f) * f for f, n in zip(full, (start, stop), strict=True)
+        )
+        return upto - below
+
+    values = preset.latent.values if preset.latent else preset.head_dim
+    per_pair = 2 * preset.num_heads * (preset.head_dim + values)
+    local, indexer = preset.local_layers, preset.indexer
+    seen = indexer.keys if indexer else stop
+    total = per_pair * (local * pairs(preset.window or stop))
+    total += per_pair * ((preset.attention_layers - local) * pairs(seen))
+    if indexer:
+        total += preset.layers * 2 * indexer.heads * indexer.head_dim * pairs(stop)
+    if preset.delta:
+        state = preset.delta.value_heads * preset.delta.head_dim**2
+        total += (preset.layers - preset.attention_layers) * 2 * 3 * state * (stop - start)
+    return total
+
+
 def _projection_weights(preset: Preset) -> int:
-    """Return the number of weights in W_q, W_k, W_v and W_o of one layer."""
-    return 2 * preset.d_model * (preset.num_heads + preset.num_kv_heads) * preset.head_dim
+    """Return the number of weights in the projections of all layers' attention."""
+    E, H = preset.d_model, preset.num_heads
+    plain = (H * (2 + preset.has_gate) + 2 * preset.num_kv_heads) * preset.head_dim * E
+    if latent := preset.latent:
+        plain = latent.queries * (E + H * preset.head_dim) + E * (latent.keys + latent.rotated)
+        plain += latent.keys * H * (latent.plain + latent.values) + H * latent.values * E
+    if indexer := preset.indexer:  # its queries from the latent row, one key, a weight per head
+        assert preset.latent is not None
+        plain += preset.latent.queries * indexer.heads * indexer.head_dim
+        plain += E * (indexer.head_dim + indexer.heads)
+    total = preset.attention_layers * plain
+    if delta := preset.delta:  # q, k, v, an output gate, the output; a decay and a beta per head
+        keys, values = (n * delta.head_dim for n in (delta.key_heads, delta.value_heads))
+        one = E * (2 * keys + 3 * values + 2 * delta.value_heads)
+        total += (preset.layers - preset.attention_layers) * one
+    return total
 
 
-def _feed_forward_weights(preset: Preset) -> int:
-    """Return the number of weights in the two or three matrices of one layer."""
-    return (3 if preset.is_gated else 2) * preset.d_model * preset.d_ff
+def _attention_vectors(preset: Preset) -> int:
+    """Return the number of biases, norms' gains and other numbers in all layers' attention."""
+    E, H, D = preset.d_model, preset.num_heads, preset.head_dim
+    one = H if preset.has_sinks else 0
+    if preset.has_biases or preset.has_attention_biases:
+        one += (H + 2 * preset.num_kv_heads) * D + E
+    if preset.qk_norm:
+        one += 2 * D if preset.qk_norm == "head" else (H + preset.num_kv_heads) * D
+    if preset.latent:
+        one += preset.latent.queries + preset.latent.keys
+    if preset.indexer:
+        one += 2 * preset.indexer.head_dim
+    total = preset.attention_layers * one
+    if delta := preset.delta:  # the convolution, a decay and a shift per head, the output's norm
+        channels = (2 * delta.key_heads + delta.value_heads) * delta.head_dim
+        one = channels * delta.convolution + 2 * delta.value_heads + delta.head_dim
+        total += (preset.layers - preset.attention_layers) * one
+    return total
+
+
+def _state(preset: Preset) -> int:
+    """Return the numbers that a layer with the delta rule keeps: its state and last inputs."""
+    if preset.delta is None:
+        return 0
+    delta = preset.delta
+    channels = (2 * delta.key_heads + delta.value_heads) * delta.head_dim
+    return delta.value_heads * delta.head_dim**2 + channels * (delta.convolution - 1)
+
+
+def _feed_forward_weights(preset: Preset, is_computed: bool = False) -> int:
+    """Return the number of weights in all layers' matrices, or of those that compute one token."""
+    E, mixture = preset.d_model, preset.mixture
+    dense = (3 if preset.is_gated else 2) * E * preset.d_ff
+    if mixture is None:
+        return preset.layers * dense
+    experts = mixture.chosen if is_computed else mixture.experts
+    one = 3 * E * (experts * mixture.d_ff + mixture.shared) + E * mixture.experts
+    one += E * mixture.has_shared_gate
+    return mixture.dense_layers * dense + (preset.layers - mixture.dense_layers) * one
+
+
+def _feed_forward_vectors(preset: Preset) -> int:
+    """Return the number of biases in all layers' feed-forwards and routers."""
+    mixture, inner = preset.mixture, 2 if preset.is_gated else 1
+    if mixture is None:
+        return preset.layers * preset.has_biases * (inner * preset.d_ff + preset.d_model)
+    one = mixture.experts * mixture.has_router_bias
+    if mixture.has_biases:
+        one += mixture.experts * (2 * mixture.d_ff + preset.d_model + 1)
+    return (preset.layers - mixture.dense_layers) * one
 
 
 def _head_weights(preset: Preset) -> int:
     """Return the number of weights in a decoder's unembedding, or in an encoder's pooler."""
     return preset.d_model * (preset.vocabulary if preset.is_causal else preset.d_model)
-
-
-def _seen(preset: Preset, length: int) -> int:
-    """Return the number of keys that the last of ``length`` tokens sees."""
-    return length if preset.window is None else min(length, preset.window)
-
-
-def _letters(name: str) -> str:
-    return "".join(sign for sign in name.casefold() if sign.isalnum())
 
 
 def _check_preset(preset: Preset) -> None:

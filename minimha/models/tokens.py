@@ -1,68 +1,54 @@
-"""Convert text to the numbers of its tokens, and back, with tokenizers."""
+"""Convert text to token ids and back."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
-from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import as_integers, counted, name_of
+from minimha.models.chat import Messages, Template, of_folder
+from minimha.models.child import Child
 from minimha.models.files import read_bytes
 
 LARGEST_FILE = 2**27  # bytes of a tokenizer.json
-# The process of a ``FileTokenizer`` reads a method and arguments as a line of JSON, and answers so.
-CHILD = """
-import json, sys, time
+MORE = ", and computes more, untrained, with dataclasses.replace(config, max_length=…)"
+# Of the process of a ``FileTokenizer``.
+CODE = """
 from tokenizers import Tokenizer
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
-except ImportError:  # Windows
-    resource = None
-tokenizer = Tokenizer
-for line in sys.stdin:
-    if resource:  # seconds of the processor
-        end = int(time.process_time()) + 1 + len(line) // 2**19
-        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
-    try:
-        method, *arguments = json.loads(line)
-        answer = getattr(tokenizer, method)(*arguments)
-        if method == "from_str":
-            tokenizer, answer = answer, None
-            tokenizer.no_padding(), tokenizer.no_truncation()
-        text = json.dumps([getattr(answer, "ids", answer), None])
-    except BaseException as error:  # a panic of the package is no Exception
-        text = json.dumps([None, str(error)])
-    print(text, flush=True)
+
+def make(content):
+    tokenizer = Tokenizer.from_str(content)
+    tokenizer.no_padding(), tokenizer.no_truncation()
+    return tokenizer
 """
 
 
 class Tokenizer(Protocol):
-    """The methods that a model's tokenizer must have."""
+    """The interface of a model's tokenizer."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the numbers of the tokens of ``text``."""
+        """Return the token ids of ``text``."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the tokens ``ids``."""
+        """Return the text of the token ids ``ids``."""
 
     def label(self, id: int) -> str:
-        """Return a printable name of the token ``id``, never empty."""
+        """Return a printable, non-empty name of the token ``id``."""
 
 
 def numbers(
     name: str, ids: str | ArrayLike, V: int, tokenizer: Tokenizer | None
 ) -> NDArray[np.int64]:
-    """Return the numbers (L,) of tokens, checked to be below V. Text needs ``tokenizer``."""
+    """Return token ids (L,), checked to be from 0 to V - 1; ``tokenizer`` converts text.
+
+    ``name`` is the argument's name in errors. Raise ValueError for text without a tokenizer, no
+    tokens, or an id outside the range.
+    """
     if isinstance(ids, str):
         if tokenizer is None:
             raise ValueError(
@@ -84,38 +70,75 @@ def numbers(
 
 
 def ends(name: str, eos: ArrayLike | None, default: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the tokens that end a text: ``eos``, or ``default`` if ``eos`` is None."""
+    """Return the ids of the tokens that end a text: ``eos``, or ``default`` if ``eos`` is None.
+
+    ``name`` is the argument's name in errors.
+    """
     return tuple(default if eos is None else as_integers(name, eos).ravel().tolist())
 
 
-def check_length(name: str, num_tokens: int, start: int, max_length: int) -> None:
-    """Raise ValueError if ``num_tokens`` tokens from position ``start`` exceed ``max_length``."""
+def check_length(
+    name: str, num_tokens: int, start: int, max_length: int, is_fixed: bool = True
+) -> None:
+    """Raise ValueError if ``num_tokens`` tokens from position ``start`` exceed ``max_length``.
+
+    ``name`` is the argument's name in the error. If ``is_fixed`` is False, the error suggests a
+    larger ``max_length``. True is for models with weights for each position.
+    """
     if start + num_tokens > max_length:
         after = f" after {start} earlier ones" if start else ""
         raise ValueError(
             f"{name_of(name)} has {counted(num_tokens, 'token')}{after}: the model has only "
-            f"{max_length} positions"
+            f"{max_length} positions{'' if is_fixed else MORE}"
         )
 
 
 class SubwordTokenizer:
-    """A model's ``Tokenizer`` that calls a ``tokenizers.Tokenizer``."""
+    """A ``Tokenizer`` that calls a tokenizer of Hugging Face's package tokenizers.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    ``template`` returns the model's chat template; without it, ``chat`` raises ValueError.
+    """
 
-    def encode(self, text: str) -> list[int]:
-        """Return the numbers of the text's tokens, with begin and end tokens."""
-        return list(self._ask("encode", text))
+    def __init__(self, tokenizer: Any, template: Callable[[], Template] | None = None) -> None:
+        self._tokenizer, self._make_template = tokenizer, template
+        self._template: Template | None = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of ``text``.
+
+        If ``add_special_tokens``, they include those that the tokenizer adds, such as a first <s>.
+        """
+        return list(self._ask("encode", text, None, False, add_special_tokens))
+
+    def chat(self, messages: Messages) -> str:
+        """Return the text that the model's chat template makes of a conversation.
+
+        The text includes its special tokens: use ``encode(text, add_special_tokens=False)``.
+
+        Parameters
+        ----------
+        messages : str, or sequence of mapping
+            Mappings like {"role": "user", "content": "Hello"}. A str is one message of the user.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The model has no template, or the template refuses the messages.
+        """
+        if self._template is None:
+            if self._make_template is None:
+                raise ValueError("the model has no chat template")
+            self._template = self._make_template()
+        return self._template.render(messages)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the tokens ``ids``, begin and end tokens included."""
+        """Return the text of the token ids ``ids``, special tokens included."""
         return str(self._ask("decode", [int(n) for n in ids], False))
 
     def label(self, id: int) -> str:
-        """Return the token's text, with ``_`` for a space and ``\\n`` for a new line.
+        """Return the text of the token ``id``, with ``_`` for a space and ``\\n`` for a new line.
 
-        If a token is only part of a character, returns the token's name in the vocabulary.
+        If the token is only part of a character, the result is its name in the vocabulary.
         """
         name, text = str(self._ask("id_to_token", int(id))), self.decode([id])
         if name.startswith("▁") and not text.startswith(" "):
@@ -130,50 +153,35 @@ class SubwordTokenizer:
 
 
 class FileTokenizer(SubwordTokenizer):
-    """The tokenizer of a tokenizer.json, in a process with limits of time and memory.
+    """A tokenizer from a tokenizer.json, run in a child process with limits on time and memory.
 
-    With an untrusted file, a text may take endless time or all memory, or crash the process.
+    Without a child process and limits, an untrusted file could make ``encode`` take endless time or
+    all memory, or crash this process.
     """
 
     def __init__(self, path: Path, content: str) -> None:
-        self._given, self._lock, self._owner = (path, content), Lock(), 0
-        self._ask("from_str", content)
-
-    def __reduce__(self) -> Any:
-        return FileTokenizer, self._given
+        super().__init__(None, partial(of_folder, path.parent))
+        self._child = Child(CODE, f"{path} is no tokenizer", content)
 
     def _ask(self, *request: Any) -> Any:
-        path, content = self._given
-        with self._lock:
-            requests = [request]
-            if self._owner != os.getpid():  # at first, after an end, or in a fork
-                self._process: Any = Popen(
-                    [sys.executable, "-c", CHILD], stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
-                    text=True, encoding="ascii", start_new_session=True,
-                )  # fmt: skip
-                weakref.finalize(self, self._process.__exit__, None, None, None)
-                self._owner, requests = os.getpid(), [("from_str", content), request]
-            try:
-                for each in requests:
-                    self._process.stdin.write(f"{json.dumps(each)}\n")
-                    self._process.stdin.flush()
-                    answer, error = json.loads(self._process.stdout.readline())
-                    if error is not None:
-                        raise ValueError(f"{path} is no tokenizer: {error}")
-            except (OSError, json.JSONDecodeError):
-                self._owner = 0
-                raise ValueError(f"{path} is no tokenizer: out of time or memory") from None
-        return answer
+        return self._child.ask(*request)
 
 
 def from_file(path: Path) -> SubwordTokenizer:
-    """Return the tokenizer in a tokenizer.json; the package tokenizers must be installed."""
+    """Return the tokenizer in the file ``path``, a tokenizer.json.
+
+    Raise ValueError if the package tokenizers is not installed, or if the file is missing, too
+    long, or no tokenizer.
+    """
     library(path)
     return FileTokenizer(path, read_bytes(path, LARGEST_FILE).decode(errors="replace"))
 
 
 def library(path: Path | str) -> Any:
-    """Import ``tokenizers``; if it is not installed, raise a ValueError that names ``path``."""
+    """Return the imported package ``tokenizers``; raise ValueError if it is not installed.
+
+    The error names ``path``, the file that needs the package.
+    """
     try:
         import tokenizers
     except ImportError:

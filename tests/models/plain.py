@@ -130,3 +130,10 @@ def _rotated(x):
         1j * np.arange(L)[:, None] * 100.0 ** (-np.arange(0, D, 2) / D)
     )
     return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+class Letters:
+    """A tokenizer with one token per letter."""
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text]

@@ -1,5 +1,6 @@
 """Mixtures of experts, token by token in Python's loops, and what a trace shows of them."""
 
+import json
 import math
 
 import numpy as np
@@ -10,7 +11,7 @@ from minimha.explain import Trace
 from minimha.layers.feed_forward import FeedForward
 from minimha.models.checkpoints import from_tensors, load
 from minimha.models.checkpoints.tensors import Tensors
-from minimha.models.experts import Experts
+from minimha.models.experts import Experts, Groups
 
 E, F, N = 4, 6, 5
 RNG = np.random.default_rng(5)
@@ -91,6 +92,61 @@ def test_replaced_shares_send_a_token_elsewhere():
 
     expected = [one_expert(layer.experts[3], row) for row in X[0]]
     np.testing.assert_allclose(layer(X, tap)[0], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("best", "is_biased"), [(1, False), (2, True)])
+def test_experts_are_chosen_in_the_best_groups(best, is_biased):
+    W, bias = drawn((E, 6), (6,))
+    experts = mixture(top_k=1).experts[:1] * 6
+    layer = Experts(
+        W, experts, 2, scoring="sigmoid", b_choice=bias if is_biased else None,
+        groups=Groups(3, 1, best), scale=2.5,
+    )  # fmt: skip
+    trace = Trace()
+    layer(trace("added", X), trace)
+    for t, row in enumerate(X[0]):
+        p = [1 / (1 + math.exp(-z)) for z in row @ W]
+        c = [p[e] + bias[e] * is_biased for e in range(6)]
+        groups = [sorted(c[2 * g : 2 * g + 2])[-best:] for g in range(3)]
+        kept = max(range(3), key=lambda g: sum(groups[g]))
+        assert trace["groups_kept"][t].tolist() == [float(g == kept) for g in range(3)]
+        chosen = {e: p[e] for e in (2 * kept, 2 * kept + 1)}
+        shares = [2.5 * chosen.get(e, 0) / sum(chosen.values()) for e in range(6)]
+        np.testing.assert_allclose(trace["expert_shares"][t], shares, rtol=1e-12)
+    assert ("choice_scores" in trace) == is_biased
+    for step in trace.steps:
+        assert step.note, step.title
+        assert step.name == "added" or not step.made or trace.origins[step], step.title
+
+
+DEEPSEEK = plain.LLAMA | {
+    "model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 4, "q_lora_rank": 4, "num_key_value_heads": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"topk_group": 5}, "topk_group is 5: expected at most 4"),
+        ({"topk_group": 1}, "topk_group, 1, are kept: groups of 2 experts are too small for num_e"),
+        ({"n_group": 8}, "groups of 1 experts are too small"),
+        ({"n_group": 3}, "n_routed_experts is 8 and its n_group 3: the first must be a multiple"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy': only 'noaux_tc' is implemented"),
+        ({"scoring_func": "softmax"}, "only 'sigmoid' is implemented"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads is 1: only None or"),
+        ({"model_type": "glm_moe_dsa"}, "an indexer for some layers .the nearest that works is "),
+        (
+            {"model_type": "deepseek_v32", "mlp_layer_types": ["odd"]},
+            "mlp_layer_types is .'odd'.: expected dense or sparse for each of",
+        ),
+        ({"model_type": "deepseek_v32", "layer_types": ["odd"]}, "layer_types is .'odd'.: only"),
+    ],
+)
+def test_a_deepseek_of_another_kind_is_refused_from_its_config(changes, sentence, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK | changes))
+    with pytest.raises(ValueError, match=sentence):
+        load(tmp_path)
 
 
 MIXTRAL = plain.LLAMA | {"model_type": "mixtral", "num_local_experts": 3}
@@ -182,7 +238,7 @@ def test_gpt_oss_in_mxfp4_is_the_model_with_its_numbers_widened(tmp_path):
     expected = from_tensors(OSS, wide).logits([1, 2, 3])
     assert np.isfinite(expected).all()
     got = load(plain.write(tmp_path, MXFP4, held)).logits([1, 2, 3])
-    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)  # sums in another order
     with pytest.raises(ValueError, match=r"quant_method.*: only None is implemented"):
         from_tensors(MXFP4 | {"quantization_config": {"quant_method": "gptq"}}, held)
     with pytest.raises(
@@ -202,5 +258,6 @@ def test_mxfp4_is_read_as_transformers_reads_it():
     at = "model.layers.0.mlp.experts.down_proj"
     packed = [held[f"{at}_{part}"] for part in ("blocks", "scales")]
     wanted = theirs.convert_moe_packed_tensors(*map(torch.from_numpy, packed), dtype=torch.float32)
-    got = Tensors(held).take_mxfp4(at, 3, 32, 64).swapaxes(1, 2)
+    matrices = Tensors(held).take_mxfp4(at, 3, 32, 64)
+    got = np.stack([np.asarray(W.T) for W in matrices])
     np.testing.assert_array_equal(got, wanted.numpy())

@@ -20,16 +20,51 @@ from minimha.models.sizes import (
 PUBLISHED = {
     "BERT-Base": (110e6, 1e7), "BERT-Large": (340e6, 1e7), "GPT-2 Small": (124e6, 1e6),
     "GPT-2 Large": (774e6, 1e6), "GPT-3": (174.6e9, 1e8), "Llama-3-8B": (8.03e9, 1e7),
-    "Llama-3-70B": (70.6e9, 1e8), "Mistral-7B": (7.24e9, 1e7),
+    "Llama-3-70B": (70.6e9, 1e8), "Mistral-7B": (7.24e9, 1e7), "GPT-NeoX-20B": (20.55e9, 1e7),
+    "LLaMA-7B": (6.7e9, 1e8), "Llama-2-70B": (69e9, 1e9), "Mixtral-8x7B": (46.7e9, 1e8),
+    "Phi-3-mini": (3.8e9, 1e8), "Gemma-2-9B": (9.24e9, 1e7), "OLMo-2-7B": (7.3e9, 1e8),
+    "DeepSeek-V3": (671e9, 1e9), "Gemma-3-27B": (27.0e9, 1e8), "Qwen3-8B": (8.2e9, 1e8),
+    "Qwen3-30B": (30.5e9, 1e8), "SmolLM3-3B": (3.08e9, 1e7), "gpt-oss-20b": (20.9e9, 1e8),
+    "gpt-oss-120b": (116.8e9, 1e8), "Qwen3-Next": (80e9, 1e9), "GLM-5": (744e9, 1e9),
+    "DeepSeek-V3.2": (672e9, 1e9),
 }  # fmt: skip
 
 # What the released checkpoints hold (GPT-3 has none).
 RELEASED = {
-    "BERT-Base": 109482240, "BERT-Large": 335141888, "GPT-2 Small": 124439808,
-    "GPT-2 Large": 774030080, "Llama-3-8B": 8030261248, "Llama-3-70B": 70553706496,
+    "BERT-Base": 109482240,
+    "BERT-Large": 335141888,
+    "GPT-2 Small": 124439808,
+    "GPT-2 Large": 774030080,
+    "Llama-3-8B": 8030261248,
+    "Llama-3-70B": 70553706496,
     "Mistral-7B": 7241732096,
+    "GPT-NeoX-20B": 20554567680,
+    "LLaMA-7B": 6738415616,
+    "Llama-2-70B": 68976648192,
+    "Mixtral-8x7B": 46702792704,
+    "Phi-3-mini": 3821079552,
+    "Gemma-2-9B": 9241705984,
+    "OLMo-2-7B": 7298617344,
+    "Qwen3-8B": 8190735360,
+    "Qwen3-30B": 30532122624,
+    "SmolLM3-3B": 3075098624,
+    "gpt-oss-20b": 20914757184,
+    "gpt-oss-120b": 116829156672,
+    "DeepSeek-V3": 671026419200,
+}
+
+# What transformers builds with these changes of its default settings, without the router's biases.
+BUILT = {
+    "DeepSeek-V3": ("deepseek_v3", {}), "DeepSeek-V3.2": ("deepseek_v32", {}),
+    "GLM-5": ("glm_moe_dsa", {}), "Qwen3-Next": ("qwen3_next", {}),
+    "gpt-oss-120b": ("gpt_oss", {}),
+    "Gemma-3-27B": ("gemma3_text", {
+        "num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "head_dim": 128, "intermediate_size": 21504,
+    }),
 }  # fmt: skip
 
+PLAIN = [p for p in PRESETS.values() if not (p.mixture or p.latent or p.delta or p.has_sinks)]
 DECODERS = [name for name, preset in PRESETS.items() if preset.is_causal]
 TINY = replace(
     PRESETS["Mistral-7B"], name="tiny", layers=2, d_model=6, num_heads=4, num_kv_heads=2,
@@ -38,7 +73,7 @@ TINY = replace(
 VARIANTS = [
     TINY,
     replace(TINY, window=4, has_biases=True),
-    replace(TINY, is_gated=False, has_biases=True, is_tied=True, has_learned_positions=True),
+    replace(TINY, is_gated=False, has_biases=True, is_tied=True, positions="learned"),
     replace(TINY, is_causal=False, is_gated=False, has_biases=True, num_segments=2),
 ]
 
@@ -51,14 +86,16 @@ def shapes(preset):
     if preset.is_gated:
         pairs["feed_forward"].append((E, F))
     found = []
+    widths = {None: (), "head": (preset.head_dim,) * 2, "full": (q, kv)}[preset.qk_norm]
     for _ in range(preset.layers):
+        found += [("attention", (width,)) for width in widths]
         for part, matrices in pairs.items():
             found += [(part, shape) for shape in matrices]
             found += [(part, (out,)) for _, out in matrices if preset.has_biases]
-    for _ in range(2 * preset.layers + 1):
+    for _ in range(preset.norms_per_layer * preset.layers + 1):
         found += [("norms", (E,))] * (2 if preset.has_biases else 1)
     found.append(("embeddings", (V, E)))
-    if preset.has_learned_positions:
+    if preset.positions == "learned":
         found.append(("embeddings", (preset.max_length, E)))
     found.append(("embeddings", (preset.num_segments, E)))
     if not preset.is_causal:
@@ -106,7 +143,24 @@ def test_totals_are_those_of_the_released_weights(name):
     assert parameters(PRESETS[name]).total == RELEASED[name]
 
 
-@pytest.mark.parametrize("preset", [*PRESETS.values(), *VARIANTS])
+@pytest.mark.parametrize("name", BUILT)
+def test_totals_are_those_of_models_that_transformers_builds(name):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    architecture, settings = BUILT[name]
+    if architecture not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {architecture}")
+    config, preset = transformers.AutoConfig.for_model(architecture, **settings), PRESETS[name]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    mixture = preset.mixture
+    biases = (preset.layers - mixture.dense_layers) * mixture.experts if mixture else 0
+    biases *= mixture is not None and mixture.has_router_bias
+    assert parameters(preset).total == sum(p.numel() for p in model.parameters()) + biases
+
+
+@pytest.mark.parametrize("preset", [*PLAIN, *VARIANTS])
 def test_parameters_are_those_of_every_array(preset):
     parts = dict.fromkeys(("attention", "feed_forward", "norms", "embeddings", "head"), 0)
     for part, shape in shapes(preset):
@@ -147,12 +201,38 @@ def test_decode_flops_are_those_of_one_query(preset, length):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_prefill_is_its_decode_steps_but_for_their_heads(name):
-    preset, length = PRESETS[name], PRESETS[name].max_length
+    preset, length = PRESETS[name], min(PRESETS[name].max_length, 5000)
     steps = [asdict(decode_flops(preset, n)) for n in range(1, length + 1)]
     whole = asdict(prefill_flops(preset, length))
     for part in ("projections", "feed_forward", "attention"):
         assert whole[part] == sum(step[part] for step in steps), part
     assert whole["head"] == steps[0]["head"]
+
+
+def test_a_mixture_computes_its_chosen_experts_only():
+    preset = PRESETS["Mixtral-8x7B"]  # 13 B parameters compute a token, says its paper
+    flops = decode_flops(preset, 1)
+    computed = (flops.projections + flops.feed_forward + flops.head) / 2
+    assert round((computed + preset.vocabulary * preset.d_model) / 1e9) == 13
+    whole = decode_flops(replace(preset, mixture=None, d_ff=8 * 14336), 1)
+    router = 2 * preset.layers * preset.d_model * 8
+    assert (flops.feed_forward - router) * 4 == whole.feed_forward
+
+
+def test_an_indexer_limits_the_keys_of_attention_and_not_its_own():
+    with_indexer, without = PRESETS["DeepSeek-V3.2"], PRESETS["DeepSeek-V3"]
+    for length in (100, 2048, 5000):
+        found = decode_flops(with_indexer, length).attention
+        scores = 61 * 64 * 2 * 128 * length
+        assert found == decode_flops(without, min(length, 2048)).attention + scores
+
+
+def test_a_layer_with_the_delta_rule_costs_the_same_at_every_length():
+    preset = PRESETS["Qwen3-Next"]
+    state = 36 * 3 * 2 * 32 * 128 * 128  # what the state gives, what is added, what is read
+    for length in (1, 7, 3000):
+        pairs = 12 * 16 * 4 * 256 * length
+        assert decode_flops(preset, length).attention == state + pairs
 
 
 def test_gpt3_takes_the_papers_two_flops_per_parameter():
@@ -173,6 +253,16 @@ def test_gpt3_takes_the_papers_two_flops_per_parameter():
         ("GPT-2 Small", 1024, "float16", 36 * 2**20),
         ("Mistral-7B", 4096, "float16", 2**29),
         ("Mistral-7B", 8192, "float16", 2**29),
+        ("DeepSeek-V3", 1, "bfloat16", 61 * (512 + 64) * 2),
+        ("DeepSeek-V3.2", 1, "bfloat16", 61 * (512 + 64 + 128) * 2),
+        ("gpt-oss-20b", 1000, "bfloat16", 12 * (1000 + 128) * 2 * 8 * 64 * 2),
+        ("Gemma-3-27B", 2000, "bfloat16", (10 * 2000 + 52 * 1024) * 2 * 16 * 128 * 2),
+        (
+            "Qwen3-Next",
+            100,
+            "float32",
+            12 * 100 * 2 * 2 * 256 * 4 + 36 * (32 * 128 * 128 + 8192 * 3) * 4,
+        ),
     ],
 )
 def test_cache_bytes(name, length, dtype, expected):

@@ -51,6 +51,58 @@ def test_a_cache_gives_the_same_logits_token_by_token_and_in_chunks(case):
         assert close(got, logits(IDS)), sizes
 
 
+def test_several_texts_at_once_give_the_logits_of_each(case):
+    model, logits = case
+    others = IDS[::-1]
+    got = model.logits([IDS, others])
+    assert got.shape == (2, len(IDS), 23)
+    for each, ids in zip(got, (IDS, others), strict=True):
+        assert close(each, logits(ids))
+    cache = model.new_cache(num_texts=2)
+    steps = [model.logits([[i], [j]], cache=cache) for i, j in zip(IDS, others, strict=True)]
+    assert close(np.concatenate(steps, axis=1), got)
+    with pytest.raises(ValueError, match="cache is for 2 texts but ids has 1"):
+        model.logits(IDS, cache=cache)
+    assert model.logits([IDS]).shape == (1, len(IDS), 23)
+
+
+def test_texts_of_different_lengths_are_computed_together(case):
+    model, logits = case
+    model = replace(model, tokenizer=plain.Letters())
+    texts = "abc", "dcbabc", "f"
+    for got, text in zip(model.logits(texts), texts, strict=True):
+        assert got.shape == (len(text), 23)
+        assert close(got, logits(model.encode(text)))
+    rows = model.hidden(list(texts))
+    for pooling, wanted in (
+        ("last", [row[-1] for row in rows]),
+        ("first", [row[0] for row in rows]),
+        ("mean", [row.mean(axis=0) for row in rows]),
+    ):
+        assert close(model.embed(texts, pooling), np.array(wanted)), pooling
+        assert close(model.embed(texts[1], pooling), wanted[1]), pooling
+    with pytest.raises(ValueError, match="pooling is 'max': expected"):
+        model.embed(texts, "max")
+    with pytest.raises(ValueError, match="texts of 1 to 6 tokens: with a cache, all must have"):
+        model.logits(texts, cache=model.new_cache(num_texts=3))
+    with pytest.raises(ValueError, match=r"ids\[1\] has shape \(0,\): expected"):
+        model.logits(["a", ""])
+
+
+def test_rotary_positions_go_on_where_the_caller_wants_it():
+    model = from_tensors(*MODELS["llama"][:2])
+    limit = model.config.max_length
+    with pytest.raises(
+        ValueError, match=f"has only {limit} positions, and computes more, untrained"
+    ):
+        model.logits([1] * (limit + 1))
+    longer = replace(model, config=replace(model.config, max_length=limit + 1))
+    exact = {name: tensor.astype(float) for name, tensor in MODELS["llama"][1].items()}
+    assert close(
+        longer.logits([1] * (limit + 1)), plain.llama_logits(exact, np.ones(limit + 1, int))
+    )
+
+
 @pytest.mark.parametrize("backend", ["tiled", "cpu"])
 def test_every_backend_gives_the_same_logits(case, backend):
     model, logits = case
@@ -205,7 +257,9 @@ def test_text_goes_through_the_tokenizer():
     [
         ("the cat", ValueError, "ids is text, but the model has no tokenizer: give the tokens'"),
         ([], ValueError, r"ids has shape \(0,\): expected \(L,\) with at least 1 token"),
-        ([[1, 2]], ValueError, r"ids has shape \(1, 2\): expected \(L,\)"),
+        ([[[1, 2]]], ValueError, r"ids has shape \(1, 1, 2\): expected \(L,\)"),
+        (np.zeros((2, 0), int), ValueError, r"ids\[0\] has shape \(0,\): expected \(L,\)"),
+        ([[1, 2], [3, 23]], ValueError, r"ids\[1\]\[1\] is 23: expected 0 to 22"),
         ([1, 23], ValueError, r"ids\[1\] is 23: expected 0 to 22, the vocabulary's tokens"),
         ([-1], ValueError, r"ids\[0\] is -1: expected 0 to 22"),
         ([1.0], TypeError, "ids has dtype float64: expected integers"),

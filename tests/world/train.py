@@ -17,7 +17,9 @@ The text is drawn as it is needed, so that no sentence is learned by heart.
 import argparse
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,14 +79,14 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """Logits (B, L, V) of the next word after each of (B, L) words."""
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, config: dict[str, Any]) -> None:
         super().__init__()
-        E = CONFIG["n_embd"]
+        E = config["n_embd"]
         self.wte = nn.Embedding(vocabulary, E)
-        self.wpe = nn.Embedding(CONFIG["n_positions"], E)
-        self.h = nn.ModuleList(Block(E, CONFIG["n_head"]) for _ in range(CONFIG["n_layer"]))
+        self.wpe = nn.Embedding(config["n_positions"], E)
+        self.h = nn.ModuleList(Block(E, config["n_head"]) for _ in range(config["n_layer"]))
         self.ln_f = nn.LayerNorm(E)
-        angles = torch.arange(CONFIG["n_positions"])[:, None] * 100 ** -(torch.arange(0, E, 2) / E)
+        angles = torch.arange(config["n_positions"])[:, None] * 100 ** -(torch.arange(0, E, 2) / E)
         nn.init.normal_(self.wte.weight, std=0.1)
         self.wpe.weight.data = 0.3 * torch.cat([angles.sin(), angles.cos()], dim=1)
 
@@ -131,25 +133,43 @@ class Text:
 
 
 def train(vocabulary: list[str], num_steps: int, seed: int) -> GPT2:
-    """AdamW; the rate rises for WARM_UP steps, stays, and falls to 0 over the second half."""
+    """Train on the small world's text."""
     torch.manual_seed(seed)
-    model, text = GPT2(len(vocabulary)), Text(vocabulary, seed)
+    model, text = GPT2(len(vocabulary), CONFIG), Text(vocabulary, seed)
+
+    def loss() -> Tensor:
+        words, targets = text.batch()
+        log_p = model(words).log_softmax(dim=-1)
+        return functional.kl_div(log_p, targets, reduction="sum") / words.numel()
+
+    descend(model, loss, num_steps)
+    return model
+
+
+def descend(model: GPT2, loss: Callable[[], Tensor], num_steps: int) -> None:
+    """AdamW; the rate rises for WARM_UP steps, stays, and falls to 0 over the second half."""
+    torch.set_num_threads(1)  # the sums' order, and with it every weight, then does not vary
     optimizer = torch.optim.AdamW(model.parameters(), PEAK_RATE, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / WARM_UP, 2 * (1 - step / num_steps))
     )
     for step in range(num_steps):
-        words, targets = text.batch()
-        log_p = model(words).log_softmax(dim=-1)
-        loss = functional.kl_div(log_p, targets, reduction="sum") / words.numel()
+        found = loss()
         optimizer.zero_grad()
-        loss.backward()
+        found.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if step % 200 == 199:
-            print(f"step {step + 1}: {loss.item():.4f} nats", flush=True)
-    return model
+            print(f"step {step + 1}: {found.item():.4f} nats", flush=True)
+
+
+def save(model: GPT2, config: dict[str, Any], vocabulary: list[str], path: Path) -> None:
+    """Write weights in float16, config.json and vocabulary, as ``world.read`` reads them."""
+    weights = {name: w.detach().half().numpy() for name, w in model.state_dict().items()}
+    text = json.dumps(config | {"vocab_size": len(vocabulary)})
+    np.savez_compressed(path, config=text, vocabulary=vocabulary, **weights)
+    print(f"{path}: {path.stat().st_size} bytes")
 
 
 def main() -> None:
@@ -158,13 +178,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=world.WEIGHTS)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # the sums' order, and with it every weight, then does not vary
     vocabulary = grammar.vocabulary()
-    model = train(vocabulary, args.steps, args.seed)
-    weights = {name: w.detach().half().numpy() for name, w in model.state_dict().items()}
-    config = json.dumps(CONFIG | {"vocab_size": len(vocabulary)})
-    np.savez_compressed(args.output, config=config, vocabulary=vocabulary, **weights)
-    print(f"{args.output}: {args.output.stat().st_size} bytes")
+    save(train(vocabulary, args.steps, args.seed), CONFIG, vocabulary, args.output)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""Load BERT: an encoder with learned positions and sentence types, and norms after each sum.
+"""Load BERT and RoBERTa: encoders with learned positions, sentence types, and post-norm layers.
 
 Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019. Liu et al., "RoBERTa",
-2019, has BERT's layers; its positions begin after that of the padding. Conneau et al., "XLM-R",
-2020, and Martin et al., "CamemBERT", 2020, are RoBERTas.
+2019, has the same layers; its first position is the padding token's id + 1. Conneau et al.,
+"XLM-R", 2020, and Martin et al., "CamemBERT", 2020, have RoBERTa's architecture.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from minimha.layers.feed_forward import FeedForward
 from minimha.models.checkpoints.settings import DEEPEST, Settings
-from minimha.models.checkpoints.tensors import Array, Tensors
+from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
 from minimha.models.encoder import Encoder, MaskedHead
@@ -27,12 +29,12 @@ OF_SENTENCES = ("pooler.dense", "cls.seq_relationship")  # heads of the first to
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Encoder:
-    """Return the model of these settings and tensors."""
+    """Build a BERT or RoBERTa from its settings and tensors."""
     config = read_config(settings)
     V, E, P = config.vocabulary, config.d_model, settings.count("max_position_embeddings")
     kind = int(config.architecture != "bert")
     at = PREFIX[kind] if f"{PREFIX[kind]}embeddings.word_embeddings.weight" in tensors else ""
-    tokens = tensors.take(f"{at}embeddings.word_embeddings.weight", V, E)
+    tokens = tensors.matrix(f"{at}embeddings.word_embeddings.weight", V, E)
     types = settings.count("type_vocab_size", 2)
     for name in (f"{at}{OF_SENTENCES[0]}", OF_SENTENCES[1]):
         tensors.leave(f"{name}.weight", f"{name}.bias")
@@ -52,7 +54,7 @@ def transformer(
 
 
 def read_config(settings: Settings) -> Config:
-    """Return the sizes and settings in a config.json."""
+    """Return the sizes and settings of a BERT or RoBERTa from its config.json."""
     settings.expect("position_embedding_type", "absolute", None)
     settings.expect("is_decoder", False)
     layers = settings.count("num_hidden_layers", high=DEEPEST)
@@ -72,7 +74,7 @@ def read_config(settings: Settings) -> Config:
 
 
 def _length(settings: Settings) -> int:
-    """Return the number of positions for tokens: RoBERTa's begin after that of the padding."""
+    """Return the number of positions for tokens; RoBERTa's start after the padding token's."""
     length = settings.count("max_position_embeddings")
     if settings.text("model_type") == "bert":
         return length
@@ -95,7 +97,7 @@ def _layer(config: Config, tensors: Tensors, at: str) -> Layer:
     )
 
 
-def _head(config: Config, tensors: Tensors, tokens: Array, kind: int) -> MaskedHead:
+def _head(config: Config, tensors: Tensors, tokens: Any, kind: int) -> MaskedHead:
     E, V, at = config.d_model, config.vocabulary, PREDICTIONS[kind]
     transform = tensors.linear("in", f"{at}.{TRANSFORM[kind]}", E, E, has_bias=True)
     bias, own = tensors.take(f"{at}.bias", V), f"{at}.decoder.bias"

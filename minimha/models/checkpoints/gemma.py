@@ -1,8 +1,8 @@
-"""Load Gemma, whose files hold gains minus 1; later ones have more norms, and local layers.
+"""Load Gemma 1 to 3, whose files store the gains of norms minus 1.
 
-Gemma Team, "Gemma", 2024; "Gemma 2", 2024 (caps of scores and logits), and "Gemma 3", 2025
-(normalised queries and keys, another rotary base in local layers). Gemma 3 is published with an
-image encoder, which is not loaded.
+Gemma Team, "Gemma", 2024; "Gemma 2", 2024 (caps of scores and logits, more norms, local layers);
+"Gemma 3", 2025 (normalised queries and keys, another RoPE base in local layers). Gemma 3's image
+encoder is not loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Transformer
 
-# What a setting means that is missing: Gemma 3 is published with few.
+# Defaults of missing settings; Gemma 3 is published with few.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"vocab_size": 256000},
     "gemma3_text": {
@@ -28,7 +28,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072, "rope_theta": 1e6,
     },
 }  # fmt: skip
-# What prefixes become in a folder with a part that sees; None is for what no text needs.
+# New prefixes of names in a folder with an image encoder; None drops the image tensors.
 PREFIXES = {
     "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.", "language_model.": "model.",
@@ -40,14 +40,14 @@ PREFIXES = {
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Transformer:
-    """Return the model of these settings and tensors."""
+    """Build a Gemma model from its settings and tensors."""
     if settings.text("model_type") == "gemma3":
         tensors.rename(PREFIXES)
     settings = _of_text(settings)
     config = read_config(settings)
     with_bias = "qkvo" if settings.flag("attention_bias", False) else ""
     tensors.add_prefix("model.", "embed_tokens.weight")
-    tokens = tensors.take("model.embed_tokens.weight", config.vocabulary, config.d_model)
+    tokens = tensors.matrix("model.embed_tokens.weight", config.vocabulary, config.d_model)
 
     def norm(name: str) -> RMSNorm:
         return RMSNorm(1 + tensors.take(f"{name}.weight", config.d_model), config.epsilon)
@@ -79,7 +79,7 @@ def transformer(
 
 
 def read_config(settings: Settings) -> Config:
-    """Return the sizes and settings in a config.json."""
+    """Return the sizes and settings of a Gemma model from its config.json."""
     settings = _of_text(settings)
     settings.expect("use_bidirectional_attention", None, False)
     D, layers = settings.count("head_dim", 256), settings.count("num_hidden_layers", high=DEEPEST)
@@ -113,11 +113,9 @@ def read_config(settings: Settings) -> Config:
 
 
 def _of_text(settings: Settings) -> Settings:
-    """Return the settings of the part for text, with defaults for those that are missing."""
+    """Return the settings of the text model, with defaults for missing ones."""
     if settings.text("model_type") == "gemma3":
-        tied = {"tie_word_embeddings": settings.get("tie_word_embeddings")}
-        text = {**tied, **settings.section("text_config"), "model_type": "gemma3_text"}
-        settings = Settings(text, f"{settings.name}'s text_config")
+        settings = settings.of_text("gemma3_text")
     return settings.with_defaults(DEFAULTS.get(settings.text("model_type"), {}))
 
 

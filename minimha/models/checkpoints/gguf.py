@@ -1,8 +1,9 @@
-"""Read GGUF, llama.cpp's files of metadata and tensors, which are mostly quantised.
+"""Read GGUF, llama.cpp's format for metadata and tensors, which are usually quantised.
 
-The metadata becomes a config.json, and tensors regain their names and numbers from before the
-conversion to GGUF. Quantised tensors are converted to float32 once; float32 tensors stay in the
-file. The package gguf reads the file.
+Metadata are converted to settings as in config.json. Tensors regain the names and values that they
+had before the conversion to GGUF. Matrices stay in the file and are widened when they are used.
+Other tensors, and matrices of a type without a kernel, become float32 at loading. The package gguf
+reads the file.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the conversion is llama.cpp's
 convert_hf_to_gguf.py.
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.equations.stored import FORMATS, Stored
 from minimha.models.checkpoints.settings import Settings
 from minimha.models.files import check_file
 
@@ -56,6 +58,7 @@ ARCHITECTURES = {
     "gemma2": ("gemma2", (LLAMA[0], LLAMA[1] | FOUR_NORMS)),
     "gemma3": ("gemma3_text", (LLAMA[0], LLAMA[1] | FOUR_NORMS)),
 }
+STORED = {"F16": "float16", "BF16": "bfloat16"}  # what GGUF calls the formats of 16 bits
 ENDS = "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"
 # The largest models of Gemma 2 and 3 scale scores by 1/√(E/H), others by 1/√D. The file has no
 # such setting: llama.cpp recognises these models by their number of layers.
@@ -63,7 +66,7 @@ SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 
 
 def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
-    """Read a GGUF file: settings as in a config.json, the tensors by name, and the metadata."""
+    """Return a GGUF file's settings as in config.json, its tensors by name, and its metadata."""
     stored, tensors = _contents(path)
     metadata = Settings(stored, str(path))
     architecture = metadata.text("general.architecture")
@@ -88,8 +91,8 @@ def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
     return Settings(config, str(path)), restored, metadata
 
 
-def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return the metadata of a file, and its tensors, converted to float32."""
+def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the metadata of a file, and its tensors: float32 arrays and ``Stored`` matrices."""
     try:
         from gguf import GGUFReader, dequantize
     except ImportError:
@@ -108,17 +111,22 @@ def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     except Exception:  # a damaged file may raise anything
         why = "the package gguf cannot read it, or its tensors overlap"
         raise ValueError(f"{path} is no GGUF file, or damaged: {why}") from None
-    architecture, tensors = Settings(metadata, str(path)).text("general.architecture"), {}
+    architecture = Settings(metadata, str(path)).text("general.architecture")
+    tensors: dict[str, Any] = {}
     if architecture not in ARCHITECTURES:  # refused before anything is widened
         raise ValueError(
             f"{path}'s general.architecture is {architecture!r}: expected one of "
             f"{', '.join(ARCHITECTURES)}"
         )
     for tensor in reader.tensors:
+        kind = STORED.get(tensor.tensor_type.name, tensor.tensor_type.name)
+        if len(tensor.shape) == 2 and kind in FORMATS and kind != "float32":
+            data = np.ascontiguousarray(tensor.data).view(np.uint8)
+            tensors[tensor.name] = Stored.of_rows(kind, data)
+            continue
         try:
             tensors[tensor.name] = np.asarray(dequantize(tensor.data, tensor.tensor_type))
         except NotImplementedError:
-            kind = tensor.tensor_type.name
             raise ValueError(
                 f"{path}'s tensor {tensor.name} is {kind}, which the package gguf cannot widen"
             ) from None
@@ -192,7 +200,7 @@ def _rope(given: Settings, D: int, tensors: dict[str, Array]) -> dict[str, Any]:
 def _restored(
     architecture: str, config: dict[str, Any], tensors: dict[str, Array]
 ) -> dict[str, Array]:
-    """Return the tensors with their names and numbers from before the conversion to GGUF."""
+    """Return the tensors with their names and values from before the conversion to GGUF."""
     at, names = ARCHITECTURES[architecture][1]
     restored = {}
     for name in list(tensors):
@@ -206,21 +214,27 @@ def _restored(
     return restored
 
 
-def _changed_back(architecture: str, part: str, tensor: Array, config: dict[str, Any]) -> Array:
+def _changed_back(architecture: str, part: str, tensor: Any, config: dict[str, Any]) -> Any:
     """Return one tensor as it was before the conversion to GGUF."""
     if architecture == "llama" and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-        return tensor if len(tensor) % (2 * heads) else half_split(tensor, heads)
+        if len(tensor) % (2 * heads):
+            return tensor  # refused later, for its shape
+        if isinstance(tensor, Stored):
+            return tensor.reordered(half_split(np.arange(len(tensor)), heads))
+        return half_split(tensor, heads)
     embeddings = ("token_embd", "position_embd", "output")
     if architecture == "gpt2" and tensor.ndim == 2 and part not in embeddings:
-        return np.asarray(tensor.T)  # the conversion transposes it
+        return tensor.T  # the conversion transposes it
     if architecture in SCALED_BY_WIDTH and part.endswith("norm"):
         return np.asarray(tensor - tensor.dtype.type(1))  # the conversion adds Gemma's 1
     return tensor
 
 
 def half_split(W: Array, heads: int) -> Array:
-    """Reorder the rows of each head so that RoPE's pairs (2i, 2i + 1) become (i, i + D/2).
+    """Reorder the rows of W for each of ``heads`` heads, from interleaved to half-split RoPE.
+
+    Rows (2i, 2i + 1) of a head become rows (i, i + D/2).
 
     >>> half_split(np.array([0, 2, 1, 3]), 1)
     array([0, 1, 2, 3])

@@ -1,13 +1,17 @@
-"""Build the tokenizer in a GGUF file, with the package tokenizers.
+"""Build the tokenizer of a GGUF file with the package ``tokenizers``.
 
-There are two kinds. GPT-2 uses byte-level BPE, and its files name the rule that splits text into
-words. LLaMA 2 and Gemma use SentencePiece's BPE, which joins the pieces with the best scores first.
+There are two kinds. "gpt2" is byte-level BPE; its GGUF files name a rule that splits text into
+words.
+"llama", for LLaMA 2 and Gemma, is SentencePiece's BPE, which merges the pair of pieces with the
+best score.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from minimha.models.chat import Template
 from minimha.models.checkpoints.settings import Settings
 from minimha.models.tokens import SubwordTokenizer, library
 
@@ -27,7 +31,10 @@ KINDS = ("gpt2", "llama")
 
 
 def tokenizer(metadata: Settings) -> SubwordTokenizer | None:
-    """Return the tokenizer that ``metadata`` describes, or None if it describes none."""
+    """Return the tokenizer that a GGUF file's ``metadata`` describes.
+
+    Return None if the file has none. Raise ValueError for an unknown kind.
+    """
     kind = metadata.get("tokenizer.ggml.model")
     if kind in (None, "none", "no_vocab"):
         return None
@@ -50,11 +57,22 @@ def tokenizer(metadata: Settings) -> SubwordTokenizer | None:
         built.post_processor = tokenizers.processors.TemplateProcessing(
             single=[first, "$A"], special_tokens=[(first, tokens.index(first))]
         )
-    return SubwordTokenizer(built)
+    return SubwordTokenizer(built, _template(metadata, tokens))
+
+
+def _template(metadata: Settings, tokens: list[str]) -> partial[Template] | None:
+    """Return a function that makes the chat template, if there is one."""
+    if metadata.get("tokenizer.chat_template") is None:
+        return None
+    ids = {role: metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")}
+    special = {
+        f"{role}_token": _token(metadata, role, tokens) for role in ids if ids[role] is not None
+    }
+    return partial(Template, metadata.name, metadata.text("tokenizer.chat_template"), special)
 
 
 def _byte_level(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) -> Any:
-    """Build GPT-2's tokenizer, which splits text into words and bytes, and then merges pairs."""
+    """Build GPT-2's tokenizer, which splits text into words and bytes, then merges pairs."""
     pre = metadata.get("tokenizer.ggml.pre") or "default"
     if pre not in WORDS:
         raise ValueError(
@@ -74,7 +92,7 @@ def _byte_level(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) ->
 
 
 def _sentence_piece(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) -> Any:
-    """Build SentencePiece's tokenizer, where a space is ▁, and unknown characters become bytes."""
+    """Build SentencePiece's tokenizer, where a space is ▁ and unknown characters become bytes."""
     model = tokenizers.models.BPE(
         numbers, _merges(numbers, _list(metadata, "scores")), fuse_unk=True, byte_fallback=True,
         unk_token=_token(metadata, "unknown", list(numbers)),

@@ -1,10 +1,12 @@
 """Load GPT-2: learned positions, layer norms, one matrix for queries, keys and values.
 
-Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Matrices are stored as
-they are applied: x @ W.
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Files store W for
+x @ W, whereas those of other models store its transpose.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +26,11 @@ PREFIX = "transformer."  # of the names in most checkpoints; early ones have non
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Transformer:
-    """Return the model of these settings and tensors."""
+    """Build a GPT-2 from its settings and tensors."""
     config = read_config(settings)
     V, E, P = config.vocabulary, config.d_model, config.max_length
     at = PREFIX if f"{PREFIX}wte.weight" in tensors else ""
-    tokens = tensors.take(f"{at}wte.weight", V, E)
+    tokens = tensors.matrix(f"{at}wte.weight", V, E)
     positions = tensors.take(f"{at}wpe.weight", P, E)
     return Transformer(
         config,
@@ -41,7 +43,7 @@ def transformer(
 
 
 def read_config(settings: Settings) -> Config:
-    """Return the sizes and settings in a config.json."""
+    """Return the sizes and settings of a GPT-2 from its config.json."""
     settings.expect("add_cross_attention", False)
     settings.expect("scale_attn_weights", True)
     settings.expect("scale_attn_by_inverse_layer_idx", False)
@@ -63,16 +65,21 @@ def read_config(settings: Settings) -> Config:
 
 def _block(config: Config, tensors: Tensors, at: str) -> Layer:
     E, F = config.d_model, config.d_ff
-    W_q, W_k, W_v = np.split(tensors.take(f"{at}attn.c_attn.weight", E, 3 * E), 3, axis=1)
+
+    def matrix(name: str, rows: int, columns: int) -> Any:
+        return tensors.matrix(f"{at}{name}.weight", rows, columns, is_applied=True)
+
+    whole = matrix("attn.c_attn", E, 3 * E)
+    W_q, W_k, W_v = (whole[:, n * E : (n + 1) * E] for n in range(3))
     b_q, b_k, b_v = np.split(tensors.take(f"{at}attn.c_attn.bias", 3 * E), 3)
     attention = MultiHeadAttention.from_combined(
-        W_q, W_k, W_v, tensors.take(f"{at}attn.c_proj.weight", E, E), num_heads=config.num_heads,
+        W_q, W_k, W_v, matrix("attn.c_proj", E, E), num_heads=config.num_heads,
         b_q=b_q, b_k=b_k, b_v=b_v, b_o=tensors.take(f"{at}attn.c_proj.bias", E),
     )  # fmt: skip
     feed_forward = FeedForward(
-        W_in=tensors.take(f"{at}mlp.c_fc.weight", E, F),
+        W_in=matrix("mlp.c_fc", E, F),
         b_in=tensors.take(f"{at}mlp.c_fc.bias", F),
-        W_out=tensors.take(f"{at}mlp.c_proj.weight", F, E),
+        W_out=matrix("mlp.c_proj", F, E),
         b_out=tensors.take(f"{at}mlp.c_proj.bias", E),
         activation=config.activation,
     )

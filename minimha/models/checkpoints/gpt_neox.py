@@ -1,7 +1,7 @@
-"""Load GPT-NeoX and Pythia: attention and feed-forward side by side, a part of each head rotated.
+"""Load GPT-NeoX and Pythia: attention parallel to the feed-forward, and partial RoPE.
 
 Black et al., "GPT-NeoX-20B", 2022; Biderman et al., "Pythia", 2023. One matrix has the queries,
-keys and values of the first head, then those of the next.
+keys and values of the first head, then those of the second, and so on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from minimha.equations.stored import Stored
 from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.models.checkpoints.settings import DEEPEST, Settings
@@ -24,11 +25,11 @@ from minimha.models.transformer import Transformer
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Transformer:
-    """Return the model of these settings and tensors."""
+    """Build a GPT-NeoX model from its settings and tensors."""
     config = read_config(settings)
     tensors.add_prefix("gpt_neox.", "embed_in.weight")
     tensors.rename({"embed_out.": "lm_head."})
-    tokens = tensors.take("gpt_neox.embed_in.weight", config.vocabulary, config.d_model)
+    tokens = tensors.matrix("gpt_neox.embed_in.weight", config.vocabulary, config.d_model)
     return Transformer(
         config,
         Embeddings(tokens),
@@ -43,7 +44,7 @@ def transformer(
 
 
 def read_config(settings: Settings) -> Config:
-    """Return the sizes and settings in a config.json."""
+    """Return the sizes and settings of a GPT-NeoX model from its config.json."""
     H, layers = (
         settings.count("num_attention_heads"),
         settings.count("num_hidden_layers", high=DEEPEST),
@@ -86,7 +87,9 @@ def _attention(config: Config, tensors: Tensors, at: str, has_bias: bool) -> Mul
     E, H = config.d_model, config.num_heads
     given: dict[str, Any] = tensors.linear("o", f"{at}.dense", E, E, has_bias)
     for name, W in tensors.linear("", f"{at}.query_key_value", E, 3 * E, has_bias).items():
-        by_head = W.reshape(*W.shape[:-1], H, 3, config.head_dim)
+        by_head = np.arange(3 * E).reshape(H, 3, config.head_dim)
         for number, letter in enumerate("qkv"):
-            given[f"{name}{letter}"] = np.reshape(by_head[..., number, :], (*W.shape[:-1], E))
+            own = by_head[:, number].ravel()
+            part = W.T.reordered(own).T if isinstance(W, Stored) else W[..., own]
+            given[f"{name}{letter}"] = part
     return MultiHeadAttention.from_combined(**given, num_heads=H, rope=config.ropes[0])

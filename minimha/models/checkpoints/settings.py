@@ -1,4 +1,4 @@
-"""Read the settings in a config.json, and check each when it is read."""
+"""Read and check the settings in a config.json."""
 
 from __future__ import annotations
 
@@ -67,56 +67,74 @@ ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings
 
 
 class Settings:
-    """The settings of one model; a missing or null setting has the default of transformers."""
+    """The settings in a config.json, read and checked one at a time. Null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], name: str = "config.json") -> None:
         self.values, self.name = values, name
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Settings:
-        """Return these settings, with ``defaults`` for what is missing or null."""
+        """Return a copy in which ``defaults`` replace missing and null settings."""
         given = {key: value for key, value in self.values.items() if value is not None}
         return Settings({**defaults, **given}, self.name)
+
+    def of_text(self, model_type: str) -> Settings:
+        """Return the settings of a model's part for text, which are in text_config.
+
+        ``model_type`` replaces theirs.
+        """
+        tied = {"tie_word_embeddings": self.get("tie_word_embeddings")}
+        text = {**tied, **self.section("text_config"), "model_type": model_type}
+        return Settings(text, f"{self.name}'s text_config")
 
     def get(self, key: str) -> Any:
         """Return the value of ``key``, or None if it is missing."""
         return self.values.get(key)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return the value of ``key``, a string."""
+        """Return setting ``key``, a string, or ``default`` if it is missing."""
         value = self._given(key, default)
         if not isinstance(value, str):
             raise ValueError(f"{self._called(key)} is {value!r}: expected a string")
         return value
 
     def count(self, key: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
-        """Return the value of ``key``, an integer from ``low`` to ``high``."""
+        """Return setting ``key``, an integer from ``low`` to ``high``; ``default`` if missing."""
         value = integer(self._called(key), self._given(key, default), low)
         if value > high:
             raise ValueError(f"{self._called(key)} is {value}: expected at most {high}")
         return value
 
     def longest(self) -> int:
-        """Return the largest number of tokens; dynamic scaling goes beyond that of training."""
+        """Return the model's maximum length in tokens.
+
+        If RoPE's scaling is dynamic, it is the setting times the scaling's factor.
+        """
         length = self.count(LONGEST)
         rules = Settings(self.section("rope_parameters") or self.section("rope_scaling"), "rope")
         if "dynamic" not in (rules.get("rope_type"), rules.get("type")):
             return length
         return int(length * rules.number("factor", 1.0, 1))
 
-    def is_local(self, default: list[bool]) -> list[bool]:
-        """Return for each layer True if it has a window, from layer_types or else ``default``."""
+    def is_local(self, default: list[bool], kinds: tuple[str, ...] = KINDS) -> list[bool]:
+        """Return for each layer whether the setting layer_types names it as ``kinds[0]``.
+
+        False stands for ``kinds[1]``. If the setting is missing, return ``default``.
+        """
         given = self.get("layer_types")
         if given is None:
             return default
-        is_listed = isinstance(given, list | tuple) and all(kind in KINDS for kind in given)
+        is_listed = isinstance(given, list | tuple) and all(kind in kinds for kind in given)
         if not is_listed or len(given) != len(default):
-            named, kinds = self._called("layer_types"), " or ".join(KINDS)
-            each = f"{kinds} for each of {len(default)} layers"
+            named, each = self._called("layer_types"), " or ".join(kinds)
+            each = f"{each} for each of {len(default)} layers"
             raise ValueError(f"{named} is {given!r}: expected {each}")
-        return [kind == LOCAL for kind in given]
+        return [kind == kinds[0] for kind in given]
 
     def quotient(self, key: str, divisor: str) -> int:
-        """Return setting ``key`` divided by setting ``divisor``; raise ValueError if not whole."""
+        """Return setting ``key`` divided by setting ``divisor``.
+
+        Raises ValueError if the quotient is not an integer.
+        """
         width, parts = self.count(key), self.count(divisor)
         if width % parts:
             raise ValueError(
@@ -126,33 +144,42 @@ class Settings:
         return width // parts
 
     def section(self, key: str) -> dict[str, Any]:
-        """Return the object under ``key``, or an empty dict if the key is missing."""
+        """Return setting ``key``, an object, as a dict, which is empty if the key is missing."""
         value = self.get(key)
         if not isinstance(value, Mapping | None):
             raise TypeError(f"{self._called(key)} is {value!r}: expected an object")
         return {**(value or {})}
 
     def number(self, key: str, default: float | None = None, low: float = -math.inf) -> float:
-        """Return the value of ``key``, a finite number."""
+        """Return setting ``key``, a finite number of at least ``low``, or ``default`` if missing.
+
+        Raises ValueError if the setting is missing and there is no default.
+        """
         return number(self._called(key), self._given(key, default), low=low)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return the value of ``key``, True or False."""
+        """Return setting ``key``, True or False, or ``default`` if it is missing."""
         return flag(self._called(key), self._given(key, default))
 
     def optional(self, key: str) -> float | None:
-        """Return the value of ``key``, a positive number, or None if it is missing."""
+        """Return setting ``key``, a positive number, or None if it is missing."""
         return None if self.get(key) is None else self.number(key, low=POSITIVE)
 
     def expect(self, key: str, *values: Any) -> None:
-        """Raise ValueError unless ``key`` has one of ``values``. A missing key has the first."""
+        """Raise ValueError unless setting ``key`` is one of ``values`` or absent.
+
+        Unlike in the other methods, null does not count as absent.
+        """
         value = self.values.get(key, values[0])
         if value not in values:
             listed = " or ".join(map(repr, values))
             raise ValueError(f"{self._called(key)} is {value!r}: only {listed} is implemented")
 
     def activation(self, key: str, default: str) -> Activation:
-        """Return minimha's name for the activation in ``key``."""
+        """Return minimha's name for the activation function that the setting ``key`` gives.
+
+        ``default`` replaces a missing setting. It is a name of config.json, such as "gelu_new".
+        """
         value = self.text(key, default)
         if value not in ACTIVATIONS:
             raise ValueError(
@@ -163,10 +190,11 @@ class Settings:
     def rope(
         self, head_dim: int, kind: str = GLOBAL, base: float = 10000.0, partial: float = 1.0
     ) -> RoPE:
-        """Return the rotary embedding of layers of this ``kind``; most models have one kind only.
+        """Return the rotary embedding of the layers of a ``kind``, such as "sliding_attention".
 
-        transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
-        ``base`` and ``partial``, the part of a head that is rotated, are the family's defaults.
+        It is read from rope_parameters, which transformers 5 writes, or from rope_theta and
+        rope_scaling, which earlier versions write. ``base`` and ``partial`` (the rotated fraction
+        of each head) are the defaults of missing settings.
         """
         old = "rope_theta" if kind == "full_attention" else "rope_local_base_freq"
         scaling = self.section("rope_scaling") if kind == "full_attention" else {}
@@ -183,7 +211,7 @@ class Settings:
         return rope
 
     def _scaling(self, lengths: Mapping[str, Any]) -> Scaling | None:
-        """Return the scaling; ``lengths`` are the model's original and largest lengths."""
+        """Return the RoPE scaling; ``lengths`` are the model's original and largest lengths."""
         kind = self.get("rope_type") or self.get("type") or "default"
         if kind == "default":
             return None
@@ -207,7 +235,7 @@ class Settings:
         return made
 
     def _with_lengths(self, kind: str, lengths: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a scaling's settings with those that follow from the lengths or the factor."""
+        """Return a scaling's settings, with those that follow from the lengths or the factor."""
         values = {**self.values}
         if lengths[ORIGINAL] is not None:  # where it was before transformers 5
             values[ORIGINAL] = lengths[ORIGINAL]

@@ -1,14 +1,12 @@
-"""Load T5: an encoder and a decoder with RMSNorm first, relative biases and unscaled scores.
+"""Load T5: an encoder and a decoder with pre-norm RMSNorm, relative biases and unscaled scores.
 
 Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",
-2020; version 1.1 has a gated feed-forward and a separate unembedding.
+2020. Version 1.1 has a gated feed-forward and a separate unembedding.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-import numpy as np
 
 from minimha.layers.feed_forward import Activation, FeedForward
 from minimha.layers.multihead import MultiHeadAttention
@@ -34,10 +32,10 @@ FEED_FORWARDS: dict[str, tuple[bool, Activation]] = {
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> EncoderDecoder:
-    """Return the model of these settings and tensors."""
+    """Build a T5 from its settings and tensors."""
     config = read_config(settings, is_tied=UNEMBEDDING not in tensors)
     V, E, H = config.vocabulary, config.d_model, config.num_heads
-    tokens = tensors.take("shared.weight", V, E)
+    tokens = tensors.matrix("shared.weight", V, E)
     for side in ("encoder", "decoder"):
         tensors.tied(f"{side}.embed_tokens.weight", tokens)  # old checkpoints repeat it
     tensors.leave(UNUSED)
@@ -74,7 +72,7 @@ def transformer(
         config, embeddings, embeddings,
         [layer(f"encoder.block.{n}") for n in range(config.num_layers)],
         [decoder(f"decoder.block.{n}") for n in range(decoders)],
-        np.asarray(tokens.T) if config.is_tied else tensors.take(UNEMBEDDING, V, E).T,
+        tokens.T if config.is_tied else tensors.matrix(UNEMBEDDING, V, E).T,
         norm("encoder.final_layer_norm"), norm("decoder.final_layer_norm"),
         bias("encoder"), bias("decoder"),
         output_scale=E**-0.5 if is_scaled else 1.0,
@@ -84,7 +82,11 @@ def transformer(
 
 
 def read_config(settings: Settings, is_tied: bool = True) -> Config:
-    """Return the sizes and settings in a config.json; ``num_layers`` is the encoder's."""
+    """Return the sizes and settings of a T5.
+
+    In the result, ``num_layers`` is the number of the encoder's layers. ``is_tied`` states whether
+    the unembedding is the transposed token embedding.
+    """
     kind = settings.text("feed_forward_proj", "relu")
     layers = settings.count("num_layers", high=DEEPEST)
     if kind not in FEED_FORWARDS:

@@ -1,4 +1,4 @@
-"""Take the tensors of a checkpoint one by one; a missing or unused tensor is an error."""
+"""Take the tensors of a checkpoint one by one, and detect missing and unused ones."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from minimha.equations.arguments import as_floating, cast
+from minimha.equations.stored import Stored
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import LayerNorm, RMSNorm
 from minimha.models.config import Config
@@ -16,8 +17,6 @@ from minimha.models.config import Config
 Array = NDArray[Any]
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # the upper half of a float32
-# The numbers of four bits: a sign, two bits of exponent, one of mantissa.
-FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 # Tensors of old checkpoints that are no weights: masks, and the angles of rotary embedding.
 BUFFERS = (
     ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
@@ -26,10 +25,14 @@ BUFFERS = (
 
 
 class Tensors:
-    """The tensors of a checkpoint that no part of the model has taken yet."""
+    """The tensors of a checkpoint that have not been used yet.
 
-    def __init__(self, tensors: Mapping[str, ArrayLike]) -> None:
-        self._has_no_head = False
+    Methods that return a tensor, or a layer made of tensors, remove it.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], is_rounded: bool = False) -> None:
+        """``is_rounded``: whether products may round matrices to bfloat16."""
+        self._has_no_head, self._is_rounded = False, is_rounded
         self._left = {name: array for name, array in tensors.items() if not name.endswith(BUFFERS)}
 
     def __contains__(self, name: str) -> bool:
@@ -41,6 +44,8 @@ class Tensors:
             raise ValueError(f"tensor {name} is missing: expected shape {shape}")
         given: Any = self._left.pop(name)
         is_stored = getattr(given, "dtype", None) == BFLOAT16
+        if isinstance(given, Stored):
+            given = np.asarray(given) if given.shape == shape else given
         array: Array = given["bfloat16"] if is_stored else as_floating(f"tensor {name}", given)
         if array.shape != shape:
             raise ValueError(f"tensor {name} has shape {array.shape}: expected {shape}")
@@ -48,19 +53,48 @@ class Tensors:
             array = np.left_shift(array, 16, dtype=np.uint32).view(np.float32)
         return cast(array, np.dtype(np.float32))
 
+    def matrix(self, name: str, rows: int, columns: int, is_applied: bool = False) -> Any:
+        """Remove the matrix ``name``, check its shape, and return it as its file stores it.
+
+        It is a float32 array, or a ``Stored``, which stays in the file and is widened when it is
+        used. If ``is_applied``, the matrix is multiplied as x @ W. No kernel for this product reads
+        16 bits, so 16-bit numbers are converted to float32.
+        """
+        given: Any = self._left.get(name)
+        if not isinstance(given, Stored):
+            given = None if is_applied else self._stored(given)
+        if given is None or given.shape != (rows, columns):
+            return self.take(name, rows, columns)
+        del self._left[name]
+        return given.rounded() if self._is_rounded else given
+
+    def _stored(self, given: Any) -> Stored | None:
+        """Return a matrix of contiguous 16-bit numbers as ``Stored``, or None."""
+        dtype = getattr(given, "dtype", None)
+        kind = "bfloat16" if dtype == BFLOAT16 else getattr(dtype, "name", "")
+        kinds = ("float16", "bfloat16", "float32") if self._is_rounded else ("float16", "bfloat16")
+        if kind not in kinds or type(given) is not np.ndarray or given.ndim != 2:
+            return None
+        if not given.size or not given.dtype.isnative or not given.flags.c_contiguous:
+            return None
+        return Stored.of_rows(kind, given.view(np.uint8))
+
     def add_prefix(self, prefix: str, name: str) -> None:
-        """Add ``prefix`` to all names if a tensor ``name`` shows that the file has no head."""
+        """Add ``prefix`` to the names of all tensors if one of them is called ``name``.
+
+        A checkpoint whose names lack the prefix has no language-model head: ``unembedding`` then
+        returns None, unless it is tied.
+        """
         self._has_no_head = name in self
         if self._has_no_head:
             self._left = {prefix + name: array for name, array in self._left.items()}
 
-    def take_mxfp4(self, name: str, *shape: int) -> Array:
-        """Remove ``name``_blocks and ``name``_scales and return their numbers (..., rows, columns).
+    def take_mxfp4(self, name: str, number: int, rows: int, columns: int) -> list[Stored]:
+        """Remove ``name``_blocks and ``name``_scales, and return their ``number`` matrices.
 
-        32 numbers of a row share a scale, 2^(byte - 127); a byte has two of them, the lower half
-        first (Open Compute Project, "Microscaling Formats", 2023).
+        Each is a ``Stored`` of shape (rows, columns).
         """
-        *lead, columns = shape
+        lead = number, rows
         expected = {"blocks": (*lead, columns // 32, 16), "scales": (*lead, columns // 32)}
         parts = [np.asarray(self._left.pop(f"{name}_{part}", None)) for part in expected]
         for (part, wanted), array in zip(expected.items(), parts, strict=True):
@@ -69,13 +103,17 @@ class Tensors:
                     f"tensor {name}_{part} has shape {array.shape} and {array.dtype}: expected "
                     f"{wanted} and uint8"
                 )
-        blocks, scales = parts
-        numbers = FP4[np.stack([blocks & 15, blocks >> 4], -1)].reshape(*scales.shape, 32)
-        exponents = scales[..., None].astype(np.int32) - 127
-        return np.asarray(np.ldexp(numbers, exponents).reshape(shape))
+        blocks, scales = map(np.ascontiguousarray, parts)
+        pairs = zip(blocks.reshape(*lead, -1), scales, strict=True)
+        matrices = [Stored.of_rows("MXFP4", *pair) for pair in pairs]
+        return [W.rounded() for W in matrices] if self._is_rounded else matrices
 
     def rename(self, prefixes: Mapping[str, str | None]) -> None:
-        """Replace the first of ``prefixes`` that a name begins with; None drops the tensor."""
+        """Replace each tensor name's prefix, a key of ``prefixes``, by its value there.
+
+        If the value is None, the tensor is removed. If a name begins with several of the keys, the
+        first of them counts.
+        """
         renamed = {}
         for name, array in self._left.items():
             old = next(filter(name.startswith, prefixes), "")
@@ -84,10 +122,15 @@ class Tensors:
                 renamed[f"{new}{name.removeprefix(old)}"] = array
         self._left = renamed
 
-    def split(self, at: str, name: str, rows: Mapping[str, int]) -> None:
-        """Replace ``at``.``name`` by views of its rows; ``rows`` says how many each part has."""
+    def split(self, at: str, name: str, rows: Mapping[str, int], groups: int = 1) -> None:
+        """Split the tensor ``at``.``name`` by rows into views, one per part.
+
+        ``rows`` maps the name of each part to its number of rows. The tensor repeats this sequence
+        of parts ``groups`` times; a part's view has its rows from all groups.
+        """
         whole: Any = self._left.pop(f"{at}.{name}", None)
-        expected = sum(rows.values())
+        size = sum(rows.values())
+        expected = groups * size
         shape = np.shape(whole)
         if whole is None or shape[:1] != (expected,):
             what = "is missing" if whole is None else f"has shape {shape}"
@@ -95,21 +138,25 @@ class Tensors:
         stop = 0
         for part, count in rows.items():
             start, stop = stop, stop + count
-            self._left[f"{at}.{part}.{name.rpartition('.')[2]}"] = whole[start:stop]
+            own: Any = slice(start, stop)
+            if groups > 1:
+                own = (size * np.arange(groups)[:, None] + np.arange(start, stop)).ravel()
+            self._left[f"{at}.{part}.{name.rpartition('.')[2]}"] = whole[own]
 
     def leave(self, *names: str) -> None:
-        """Drop the tensors ``names``, which the model does not need."""
+        """Remove the tensors in ``names``, which the model does not need."""
         for name in names:
             self._left.pop(name, None)
 
     def linear(
         self, ours: str, name: str, rows: int, columns: int, has_bias: bool = False
     ) -> dict[str, Any]:
-        """Return a dictionary with ``name``'s weight as W_``ours`` and its bias as b_``ours``.
+        """Return a linear layer's weight and bias in a dictionary, as W_``ours`` and b_``ours``.
 
-        torch stores the weight as (columns, rows); W_ours (rows, columns) is its transposed view.
+        They are the tensors ``name``.weight and, if ``has_bias``, ``name``.bias. torch stores the
+        weight as (columns, rows); W_``ours`` is the transposed view.
         """
-        taken = {f"W_{ours}": self.take(f"{name}.weight", columns, rows).T}
+        taken = {f"W_{ours}": self.matrix(f"{name}.weight", columns, rows).T}
         if has_bias:
             taken[f"b_{ours}"] = self.take(f"{name}.bias", columns)
         return taken
@@ -117,9 +164,10 @@ class Tensors:
     def attention(
         self, config: Config, names: Sequence[str], biases: str = "", **others: Any
     ) -> MultiHeadAttention:
-        """Return an attention layer with the matrices ``names``, in the order q, k, v, o.
+        """Build an attention layer from the linear layers in ``names``, ordered q, k, v, o.
 
-        ``biases`` has the letters of matrices with a bias: "qkv". ``others`` are further arguments.
+        ``biases`` lists the layers with a bias, such as "qkv". ``others`` are further arguments of
+        ``MultiHeadAttention.from_combined``.
         """
         E, H, Hkv = config.d_model, config.num_heads, config.num_kv_heads
         queries, keys = H * config.head_dim, Hkv * config.head_dim
@@ -133,31 +181,44 @@ class Tensors:
         return RMSNorm(self.take(f"{name}.weight", E), epsilon)
 
     def layer_norm(self, name: str, E: int, epsilon: float) -> LayerNorm:
-        """Return the LayerNorm ``name``. Old checkpoints call its gain gamma and its bias beta."""
+        """Return the LayerNorm ``name``, whose tensors are weight and bias, or gamma and beta."""
         parts = ("gamma", "beta") if f"{name}.gamma" in self else ("weight", "bias")
         gain, bias = (self.take(f"{name}.{part}", E) for part in parts)
         return LayerNorm(gain, bias, epsilon)
 
-    def tied(self, name: str, other: Array, is_tied: bool = True) -> Array:
-        """Return the tensor ``name``, or ``other`` if ``is_tied``; both must then be equal."""
+    def tied(self, name: str, other: Any, is_tied: bool = True) -> Any:
+        """Return the tensor ``name``, or ``other`` if ``is_tied``.
+
+        If ``is_tied`` and the checkpoint has the tensor all the same, it must equal ``other``; else
+        ValueError is raised.
+        """
         if is_tied and name not in self:
             return other
-        own = self.take(name, *other.shape)
-        if is_tied and not np.array_equal(own, other, equal_nan=True):
+        own = self.take(name, *other.shape) if other.ndim < 2 else self.matrix(name, *other.shape)
+        if is_tied and not _are_equal(own, other):
             raise ValueError(
                 f"tensor {name} differs from the tensor that it repeats by tie_word_embeddings"
             )
         return other if is_tied else own
 
-    def unembedding(self, tokens: Array, is_tied: bool) -> Array | None:
-        """Take lm_head.weight as (E, V), or ``tokens`` if tied; return None if there is no head."""
+    def unembedding(self, tokens: Any, is_tied: bool) -> Any:
+        """Return the unembedding (E, V), the transpose of lm_head.weight, or of ``tokens`` if tied.
+
+        Returns None if the checkpoint has no head and is not tied.
+        """
         if self._has_no_head and not is_tied:
             return None
-        return np.asarray(self.tied("lm_head.weight", tokens, is_tied).T)
+        return self.tied("lm_head.weight", tokens, is_tied).T
 
     def check_all_taken(self) -> None:
-        """Raise ValueError if there is a tensor that no part of the model has taken."""
+        """Raise ValueError if any tensor has not been taken."""
         if self._left:
             first, *others = self._left
             more = f" and {len(others)} more are" if others else " is"
             raise ValueError(f"tensor {first}{more} left over: the architecture has no use for it")
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two matrices have the same numbers, a thousand rows at a time."""
+    parts = (slice(first, first + 1024) for first in range(0, len(one), 1024))
+    return all(np.array_equal(one[some], other[some], equal_nan=True) for some in parts)

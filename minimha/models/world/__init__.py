@@ -1,11 +1,11 @@
-"""The model that ships: a small GPT-2, trained on sentences of a small world.
+"""The small GPT-2 in this package, trained on sentences about a small world.
 
-The training text was drawn from ``minimha.models.world.grammar``, so the right probability of every
-next word is known. The table is for up to 200 questions about each relation, in the first passage
-of a text and in a later passage. It shows the share of right answers, and the largest difference
-between a word's probability and the grammar's. No training passage began like a question about a
-receiver, a repetition or a description; the grammar has too few of the other kinds to leave any
-out::
+The training text was drawn from ``minimha.models.world.grammar``, so the exact probability of every
+next word is known. The table is for up to 200 questions about each relation. A question is the
+first passage of a text, or follows another passage. The table shows the share of right answers, and
+the largest error of a word's probability. No training passage began like a question about a
+receiver, a repetition or a description. Of the other kinds, the grammar has too few different
+passages to leave any out of training::
 
                             first             after another
                             right   largest   right   largest
@@ -23,12 +23,12 @@ out::
     repetition              1.000   0.000     1.000   0.000
     description             1.000   0.000     1.000   0.000
 
-No question asks who may receive something, and there the model is sometimes wrong: after "anna
-gave the lamp to" it gives the giver a probability of 0.005 to 0.045, where the grammar gives 0. The
-mean is 0.028 over all givers and things given or sold.
+No question asks to whom something may be given, and there the model is sometimes wrong. After "anna
+gave the lamp to", it predicts the giver with a probability of 0.005 to 0.045, where the grammar has
+0. The mean is 0.028 over all givers and things given or sold.
 
-The world has no questions such as "where is the ball?". Models trained on them knew which places
-had been named, but chose among them at random.
+The training text has no questions such as "where is the ball?". Models trained on such questions
+chose at random among the places named before.
 
 ``tests/world/judge.py`` prints this table, and a test compares it with the weights.
 """
@@ -49,7 +49,7 @@ WEIGHTS = Path(__file__).with_name("world.npz")
 
 
 def load() -> Transformer:
-    """Return the small world's model, with its tokenizer.
+    """Return the small GPT-2 that this package contains, with its tokenizer.
 
     Examples
     --------
@@ -58,7 +58,12 @@ def load() -> Transformer:
     >>> model.tokenizer.label(logits[-1].argmax())
     'mat'
     """
-    with np.load(WEIGHTS) as stored:
+    return read(WEIGHTS)
+
+
+def read(path: Path) -> Transformer:
+    """Return the model in an .npz file, which has tensors, a vocabulary and a config.json."""
+    with np.load(path) as stored:
         tensors = {name: stored[name] for name in stored.files}
     config = json.loads(tensors.pop("config").item())
     words = Words(tensors.pop("vocabulary").tolist())

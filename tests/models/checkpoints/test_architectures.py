@@ -4,11 +4,16 @@ import json
 import warnings
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from minimha.explain import Trace
 from minimha.models import load
+from minimha.models.attribution import attribution, rollout
+from minimha.models.checkpoints import from_tensors, safetensors
+from minimha.models.files import read_json
+from minimha.models.interpretability import Head, behaviours, without_heads
 
 # Wide enough that the logits depend on every part, and random norms are set below.
 SMALL = {
@@ -35,6 +40,25 @@ QWEN_MOE = SMALL | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediat
 OSS = SMALL | {
     "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5,
 }  # fmt: skip
+DEEPSEEK = SMALL | {
+    "num_hidden_layers": 4, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "first_k_dense_replace": 1,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4,
+    "topk_group": 2,
+}  # fmt: skip
+LINEAR = "linear_attention"
+NEXT = SMALL | {
+    "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4, "num_experts": 6,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 12,
+    "initializer_range": 0.1,  # with 0.2, a query at a right angle to its key loses two digits
+    "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
+INDEXED = DEEPSEEK | {
+    "index_topk": 6,
+    "index_head_dim": 16,
+    "index_n_heads": 24,
+    "pad_token_id": None,  # its embedding is 0, so all its index scores are: torch picks any keys
+}
 CASES = {
     "GPT-2": ("gpt2", {
         "vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64,
@@ -115,6 +139,33 @@ CASES = {
         "swiglu_limit": 0.5, "sliding_window": 3, "layer_types": [GLOBAL, LOCAL, LOCAL],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }),
+    "DeepSeek V3": ("deepseek_v3", DEEPSEEK),
+    "DeepSeek V3, YaRN": ("deepseek_v3", DEEPSEEK | {
+        "rope_parameters": YARN | MAGNITUDES | {"beta_fast": 32, "beta_slow": 1},
+        "q_lora_rank": None, "attention_bias": True, "norm_topk_prob": False,
+        "rope_interleave": False, "n_group": 1, "topk_group": 1, "n_shared_experts": 2,
+    }),
+    "DeepSeek V3.2": ("deepseek_v32", INDEXED),
+    "DeepSeek V3.2, YaRN": ("deepseek_v32", INDEXED | {
+        "rope_parameters": YARN | MAGNITUDES,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "norm_topk_prob": False,
+        "attention_bias": True, "n_shared_experts": 2,
+    }),
+    "DeepSeek V2": ("deepseek_v2", DEEPSEEK | {
+        "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0,
+        "n_shared_experts": 2, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    }),
+    "DeepSeek V2, lite": ("deepseek_v2", DEEPSEEK | {
+        "topk_method": "greedy", "q_lora_rank": None, "n_group": None, "topk_group": None,
+    }),
+    "Qwen3-Next": ("qwen3_next", NEXT),
+    "Qwen3-Next, layers": ("qwen3_next", NEXT | {
+        "layer_types": [GLOBAL, LINEAR, GLOBAL], "num_hidden_layers": 3, "mlp_only_layers": [1],
+        "norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True,
+        "linear_num_key_heads": 4, "linear_conv_kernel_dim": 2,
+        "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
+    }),
+    "Qwen3.5": ("qwen3_5_text", {name: NEXT[name] for name in NEXT if "exp" not in name}),
     "Gemma": ("gemma", SMALL | {"head_dim": 16}),
     "Gemma, gelu": ("gemma", SMALL | {"head_dim": 16, "hidden_act": "gelu"}),
     "Gemma 2": ("gemma2", GEMMA | {
@@ -145,6 +196,9 @@ def written(architecture, settings, folder):
     with torch.no_grad():
         for tensor in model.parameters():
             if tensor.ndim == 1:  # gains and biases begin as ones and zeros
+                tensor += 0.3 * torch.randn(tensor.shape)
+        for name, tensor in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
                 tensor += 0.3 * torch.randn(tensor.shape)
         model.save_pretrained(folder)
         logits = model(torch.tensor([IDS])).logits[0].numpy()
@@ -187,6 +241,55 @@ def test_gemma_3_as_it_is_published_is_loaded_without_what_it_sees_with(has_head
     wanted = theirs.logits if has_head else theirs.last_hidden_state
     got = (model.logits if has_head else model.hidden)(ids[0].tolist())
     assert relative(got, wanted[0].numpy()) < CLOSE
+
+
+def test_qwen_3_5_as_it_is_published_is_loaded_without_what_it_sees_with(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is missing")
+    torch = pytest.importorskip("torch", reason="torch, which transformers needs, is missing")
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4,
+        "out_hidden_size": 32, "num_position_embeddings": 16,
+    }  # fmt: skip
+    config = transformers.Qwen3_5Config(
+        text_config=CASES["Qwen3.5"][1], vision_config=vision, attn_implementation="eager",
+        image_token_id=95, video_token_id=94, vision_start_token_id=93, vision_end_token_id=92,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    ids = torch.tensor([[i for i in IDS if i < 92]])
+    with torch.no_grad():
+        wanted = theirs(ids).logits[0].numpy()
+    assert relative(load(tmp_path).logits(ids[0].tolist()), wanted) < CLOSE
+
+
+@pytest.mark.parametrize("architecture", ["DeepSeek V3", "Qwen3-Next"])
+def test_models_whose_layers_differ(architecture, tmp_path):
+    pytest.importorskip("transformers", reason="transformers, which is compared with, is missing")
+    kind, settings = CASES[architecture]
+    written(kind, settings, tmp_path)
+    model, texts = load(tmp_path), [IDS[:5], IDS[:5][::-1]]
+    cache = model.new_cache(capacity=7, num_texts=2)
+    together = [model.logits(texts, cache=cache), model.logits([[7, 8], [9, 4]], cache=cache)]
+    for text, more, row in zip(texts, ([7, 8], [9, 4]), np.hstack(together), strict=True):
+        assert relative(row, model.logits([*text, *more])) < CLOSE
+    with pytest.raises(ValueError, match="exceed capacity=7"):
+        model.logits([[1], [1]], cache=cache)
+    assert {tuple(own.lengths) for own in cache} == {(7, 7)}
+    word = "LatentAttention" if kind == "deepseek_v3" else "GatedDeltaNet"
+    refused = [
+        lambda: without_heads(model, [Head(0, 0)]),
+        lambda: attribution(model, IDS, 3),
+    ]
+    if word == "GatedDeltaNet":
+        refused += [lambda: rollout(model, IDS), lambda: behaviours(model, [IDS])]
+    for call in refused:
+        with pytest.raises(ValueError, match=f"layer 0 of this {kind} .*{word}"):
+            call()
+    more = {"model.layers.4.eh_proj.weight": np.ones(3), "mtp.norm.weight": np.ones(3)}
+    tensors = safetensors.read_folder(tmp_path) | dict([list(more.items())[kind == "qwen3_next"]])
+    config = read_json(tmp_path / "config.json") | {"num_nextn_predict_layers": 1}
+    np.testing.assert_array_equal(from_tensors(config, tensors).logits(IDS), model.logits(IDS))
 
 
 @pytest.mark.parametrize("architecture", ["LLaMA 2", "Qwen 3", "Gemma 2", "GPT-2"])
@@ -246,9 +349,27 @@ def test_logits_are_transformers(case):
     steps = np.concatenate([model.logits([token], cache=cache) for token in IDS])
     assert relative(steps, wanted) < CLOSE
     assert list(model.generate(IDS, 50, top_k=1, eos=())) == words
-    trace = Trace()
-    np.testing.assert_array_equal(model.logits(IDS, tap=trace), got)
+    trace, exact = Trace(), model.logits(IDS, backend="dense")
+    np.testing.assert_array_equal(model.logits(IDS, backend="dense", tap=trace), exact)
+    has_states = any(name.startswith("state[") for name in trace)  # computed in chunks otherwise
+    assert has_states or np.array_equal(got, exact)
     first = {"wte", "wpe", "W_q", "W_k", "W_v", "b_q", "b_k", "b_v", "x", "embedded"}
     for step in trace.steps:  # what a step says it is made from gives its numbers
         is_exact = step.made and step.base not in first and step.made[0] != "rms"  # which has no ε
         assert not is_exact or trace.origins[step], step.title
+
+
+def test_weights_of_16_bits_are_read_as_they_are_and_give_the_same_logits(case):
+    folder, _, _ = case
+    config, tensors = read_json(folder / "config.json"), safetensors.read_folder(folder)
+    narrow = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
+    wide = {name: tensor.astype(np.float32) for name, tensor in narrow.items()}
+    model, expected = from_tensors(config, narrow), from_tensors(config, wide)
+    got = model.logits(IDS)
+    assert relative(got, expected.logits(IDS)) < CLOSE
+    trace, other = Trace(), Trace()
+    assert relative(model.logits(IDS, tap=trace), got) < CLOSE
+    expected.logits(IDS, tap=other)
+    for step, wanted in zip(trace.steps, other.steps, strict=True):  # a tap gets arrays
+        assert (step.name, type(step.value)) == (wanted.name, type(wanted.value))
+        np.testing.assert_allclose(step.value, wanted.value, rtol=1e-3, atol=1e-3)

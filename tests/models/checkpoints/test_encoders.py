@@ -1,12 +1,16 @@
 """BERT's and T5's checkpoints that transformers writes: the same rows and logits."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from models.plain import Letters
 
 from minimha.explain import Trace
 from minimha.models import load
+from minimha.models.checkpoints import modernbert
+from minimha.models.checkpoints.settings import Settings
 
 torch = pytest.importorskip("torch", reason="torch, which transformers needs, is missing")
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
@@ -80,6 +84,80 @@ def test_robertas_rows_and_logits_are_transformers(name, head, tmp_path):
     assert close((model.hidden if head == "Model" else model.logits)(ids), wanted)
     with pytest.raises(ValueError, match="ids has 62 tokens: the model has only 61 positions"):
         model.hidden([1] * 62)
+
+
+MODERN = {
+    "ModernBERT": {},
+    "ModernBERT, biases": {
+        "attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True,
+        "decoder_bias": False, "tie_word_embeddings": False, "local_attention": 7,
+    },
+    "ModernBERT, layer types": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", MODERN)
+@pytest.mark.parametrize("head", ["ForMaskedLM", "Model"])
+def test_modernberts_rows_and_logits_are_transformers(variant, head, tmp_path):
+    settings = BERT | {"local_attention": 4, "pad_token_id": 0}
+    config = transformers.ModernBertConfig(
+        **settings | {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+        | MODERN[variant], attn_implementation="eager",
+    )  # fmt: skip
+    theirs = written(getattr(transformers, f"ModernBert{head}"), config, tmp_path)
+    model = replace(load(tmp_path), tokenizer=Letters())
+    call = model.hidden if head == "Model" else model.logits
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([IDS]))[0]
+        texts = ["abcdefghij", "klm", "nopqrstuvwxyz"]
+        given = torch.zeros((3, 13), dtype=int)
+        for row, text in zip(given, texts, strict=True):
+            row[: len(text)] = torch.tensor(Letters().encode(text))
+        mask = torch.arange(13) < torch.tensor([[len(text)] for text in texts])
+        batch = theirs(given, attention_mask=mask.long())[0]
+    trace = Trace()
+    got = call(IDS, tap=trace)
+    assert close(got, wanted)
+    assert {"final_normed", "weights[layer 2]", "gated_product[layer 1]"} <= set(trace)
+    assert "normed[layer 1]" in trace
+    assert "normed[layer 0]" not in trace
+    assert all(step.note for step in trace.steps)
+    for text, found, row in zip(texts, call(texts), batch, strict=True):
+        assert close(found, row[None, : len(text)])
+
+
+def test_modernbert_as_it_is_published_has_two_bases():
+    config = modernbert.read_config(Settings(BERT | {
+        "model_type": "modernbert", "global_rope_theta": 160000.0, "local_rope_theta": 10000.0,
+        "global_attn_every_n_layers": 2, "local_attention": 128,
+    }))  # fmt: skip
+    assert [rope.base for rope in config.ropes] == [160000.0, 10000.0, 160000.0]
+    assert config.windows == (None, 129, None)
+    with pytest.raises(ValueError, match="classifier_activation is not its hidden_activation"):
+        modernbert.read_config(Settings(BERT | {"classifier_activation": "relu"}))
+
+
+def test_several_texts_are_encoded_as_each_alone(tmp_path):
+    bert(transformers.BertForMaskedLM, tmp_path)
+    model = replace(load(tmp_path), tokenizer=Letters())
+    texts = ["abcde", "fg", "hijklmn"]
+
+    def check(got, wanted):
+        np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
+
+    for call in (model.hidden, model.logits):
+        for found, text in zip(call(texts), texts, strict=True):
+            check(found, call(text))
+    together = model.hidden([IDS, IDS[::-1]], [TYPES, TYPES])
+    check(together[1], model.hidden(IDS[::-1], TYPES))
+    check(model.embed(texts), np.array([model.hidden(text).mean(axis=0) for text in texts]))
+    check(model.embed("fg", "first"), model.hidden("fg")[0])
 
 
 def test_an_untied_head_has_a_bias_of_its_own(tmp_path):

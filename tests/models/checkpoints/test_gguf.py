@@ -317,6 +317,11 @@ def test_byte_level_tokens_are_joined_in_the_order_of_the_merges(tmp_path):
     np.testing.assert_array_equal(model.logits(text), model.logits(ids))
     begun = [*metadata[:-1], ("add_add_bos_token", True), ("add_bos_token_id", 0)]
     assert load(write(path, "llama", SIZES, tensors, begun)).tokenizer.encode("the") == [0, 8]
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
+    chat = [*begun, ("add_chat_template", template), ("add_eos_token_id", 1)]
+    assert load(write(path, "llama", SIZES, tensors, chat)).tokenizer.chat("the") == "<|end|>thet"
+    with pytest.raises(ValueError, match="the model has no chat template"):
+        model.tokenizer.chat("the")
     for changed, sentence in (
         (("add_tokenizer_model", "bert"), "a.gguf's tokenizer.ggml.model is 'bert': expected one"),
         (("add_tokenizer_pre", "jais"), "tokenizer.ggml.pre is 'jais': expected one of gpt-2"),
@@ -368,6 +373,11 @@ def test_a_real_model_knows_the_next_word_and_computes_as_transformers(smollm2):
     assert model.tokenizer.label(got[-1].argmax()) == "_Paris"
     written = model.tokenizer.decode(list(model.generate(ids, 2, top_k=1)))
     assert written == " Paris."
+    text = model.tokenizer.chat("What is the capital of France?")
+    assert text.endswith("user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    asked = model.tokenizer.encode(text, add_special_tokens=False)
+    answer = model.tokenizer.decode(list(model.generate(asked, 12, top_k=1)))
+    assert answer.startswith("The capital of France is Paris.")
     config = transformers.LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, rms_norm_eps=1e-5, tie_word_embeddings=True,

@@ -23,6 +23,25 @@ def test_a_setting_of_yarn_that_is_no_flag_is_refused():
         Settings({"rope_parameters": YARN | {"truncate": 0}}).rope(8)
 
 
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"linear_num_key_heads": 5}, "num_value_heads is 32 and its linear_num_key_heads 5: the"),
+        ({"layer_types": ["mamba"] * 2}, "expected linear_attention or full_attention for each of"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only 'silu' is implemented"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0: expected"),
+    ],
+)
+def test_a_gated_delta_net_of_another_kind_is_refused(given, sentence):
+    config = {
+        "model_type": "qwen3_next", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
+        "intermediate_size": 96, "num_attention_heads": 4, "max_position_embeddings": 64,
+    }  # fmt: skip
+    assert llama.read_config(Settings(config)).ropes == (None, None)
+    with pytest.raises(ValueError, match=sentence):
+        llama.read_config(Settings(config | given))
+
+
 def test_olmo_3_as_it_is_published_scales_the_angles_of_its_global_layers():
     config = llama.read_config(Settings({
         "model_type": "olmo3", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
