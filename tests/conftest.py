@@ -1,13 +1,18 @@
 """What holds for all tests."""
 
+import os
 import secrets
 import shutil
 import signal
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one worker per core, each with one thread of BLAS
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # which NumPy reads when it is imported
 
 import pytest
 from hypothesis import settings
 
 from minimha.kernels import auto
+from minimha.layers import linear
 
 # Everybody tests the same problems. ``--hypothesis-profile fresh`` draws as many others, "explore"
 # four times as many; tests with counts of their own multiply ``settings.default.max_examples``.
@@ -50,6 +55,7 @@ def pytest_collection_modifyitems(items):
 def dense_by_default(monkeypatch):
     """Which kernels other tests have compiled must not decide what this one computes with."""
     monkeypatch.setattr(auto, "choose", lambda problem: "dense")
+    monkeypatch.setattr(linear, "_by_kernel", lambda name, rows, W: None)
 
 
 @pytest.fixture

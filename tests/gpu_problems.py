@@ -6,7 +6,7 @@ from minimha.kernels.cuda.arguments import (
     as_addresses,
     as_arrays,
     host_arrays,
-    padded_width,
+    row_width,
     to_device,
 )
 
@@ -20,10 +20,13 @@ def upload_arrays(problem, put):
     return as_arrays(problem, {name: put(array) for name, array in given.items()}, put)
 
 
-def upload(problem, memory):
-    """Upload ``problem``, float32 or 16-bit, and return the arguments for it; O and L are 0."""
+def upload(problem, memory, unit=16):
+    """Upload ``problem``, float32 or 16-bit, and return the arguments for it; O and L are 0.
+
+    ``unit`` is the ``ROW_UNIT`` of the rung.
+    """
     B, H, Lq, _ = problem.q.shape
-    width = padded_width(problem)
+    width = row_width(problem, unit)
     given = host_arrays(problem, problem.dtype, width)
     given["O"] = np.zeros((B, H, Lq, width), problem.dtype)
     given["L"] = np.zeros((B, H, Lq), np.float32)
@@ -37,6 +40,6 @@ def upload(problem, memory):
 def download(problem, arguments, memory):
     """Download O, in the problem's dtype, and L."""
     B, H, Lq, _ = problem.q.shape
-    O = memory.get(arguments.O.address, (B, H, Lq, padded_width(problem)), problem.dtype)
+    O = memory.get(arguments.O.address, (B, H, Lq, arguments.O.row), problem.dtype)
     L = memory.get(arguments.L, (B, H, Lq), np.float32)
     return O[..., : problem.v.shape[3]], L

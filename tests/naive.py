@@ -6,7 +6,7 @@ query does not see is skipped instead of being multiplied by zero. It is slow, a
 Infinities of both signs meeting in one sum raise ValueError, as `math.fsum` does.
 """
 
-from math import exp, fsum, inf, log, sqrt, tanh
+from math import exp, fsum, inf, log, nan, sqrt, tanh
 
 
 def sees(p, j, *, is_causal, window, length, mask, bias):
@@ -66,6 +66,7 @@ def attention(
     attn_mask=None,
     attn_bias=None,
     kv_lengths=None,
+    key_indices=None,
     alibi_slopes=None,
     scale=None,
     softcap=None,
@@ -73,6 +74,8 @@ def attention(
     score_mod=None,
     mask_mod=None,
     value_width=None,
+    k_scale=None,
+    v_scale=None,
 ):
     """Return scaled dot-product attention and its log-sum-exp, `(output, lse)`.
 
@@ -91,6 +94,8 @@ def attention(
         Full (B, H, Lq, Lk). True may attend; a bias is added to the score, and -inf hides the key.
     kv_lengths
         For each of the B items, the number of leading keys that exist.
+    key_indices
+        Full (B, Hkv, Lq, K): the keys that each query picks, in any order; -1 is none.
     alibi_slopes
         For each of the H heads, what each step of distance subtracts from the score.
     scale, softcap
@@ -102,6 +107,9 @@ def attention(
         the query at key position `p` may attend to key `j`.
     value_width
         Dv, needed only where Lk is 0 and no value is there to show it.
+    k_scale, v_scale
+        What the numbers of a key or value are multiplied by: a number, one for each of the Hkv
+        heads, or (B, Hkv, Lk).
 
     Returns
     -------
@@ -111,7 +119,8 @@ def attention(
 
     def attend(b, h, i):
         group = len(q[b]) // len(k[b])
-        query, keys, values = q[b][h][i], k[b][h // group], v[b][h // group]
+        query = q[b][h][i]
+        keys, values = scaled(k, k_scale, b, h // group), scaled(v, v_scale, b, h // group)
         p = i + (q_offset[b] if isinstance(q_offset, list) else q_offset or 0)
         mask, bias = at(attn_mask, b, h, i), at(attn_bias, b, h, i)
         limits = {
@@ -122,6 +131,8 @@ def attention(
             "bias": bias,
         }
         seen = [j for j in range(len(keys)) if sees(p, j, **limits)]
+        picked = at(key_indices, b, h // group, i)
+        seen = [j for j in seen if picked is None or j in picked]
         seen = [j for j in seen if mask_mod is None or mask_mod(b, h, p, j)]
         scores = [
             score(
@@ -155,6 +166,27 @@ def merge(parts):
         return row([lse[b][h][i] for _, lse in parts], outputs, len(outputs[0]))
 
     return for_each_query(parts[0][0], attend)
+
+
+def scaled(x, scale, b, h):
+    """Return the keys or values of one head, each number multiplied by its scale."""
+    if scale is None:
+        return x[b][h]
+    of_token = scale
+    if isinstance(scale, list):
+        of_token = scale[b][h] if isinstance(scale[0], list) else scale[h]
+    if not isinstance(of_token, list):
+        of_token = [of_token] * len(x[b][h])
+    return [[s * number for number in row] for s, row in zip(of_token, x[b][h], strict=True)]
+
+
+def float8(bits):
+    """Return the number of a float8_e4m3fn: 1 bit for the sign, 4 for the exponent, 3 digits."""
+    exponent, digits = bits >> 3 & 15, bits & 7
+    if exponent == 15 and digits == 7:
+        return nan
+    size = (1 + digits / 8) * 2.0 ** (exponent - 7) if exponent else digits / 8 * 2.0**-6
+    return -size if bits >> 7 else size
 
 
 def for_each_query(q, attend):

@@ -84,6 +84,10 @@ def naive_attention(q, k, v, **options):
     for name in FULL:
         if name in given:
             given[name] = np.broadcast_to(given[name], shape).tolist()
+    if "key_indices" in given:
+        K = np.shape(given["key_indices"])[-1]
+        whole = np.broadcast_to(given["key_indices"], (*k.shape[:2], q.shape[2], K))
+        given["key_indices"] = whole.tolist()
     lists = {n: x.tolist() if isinstance(x, np.ndarray) else x for n, x in given.items()}
     as_lists = (np.asarray(x, np.float64).tolist() for x in (q, k, v))
     output, lse = naive.attention(*as_lists, value_width=v.shape[3], **lists)
@@ -121,11 +125,23 @@ def visible(q, k, o):
         seen &= o["attn_mask"]
     if o.get("attn_bias") is not None:
         seen &= o["attn_bias"] != -np.inf
+    if o.get("key_indices") is not None:
+        seen &= chosen(o["key_indices"], seen.shape, k.shape[1])
     if o.get("mask_mod") is not None:
         seen &= over_pairs(o["mask_mod"], seen.shape, o, bool)
     if o.get("score_mod") is not None:
         seen &= ~np.isneginf(modified(np.zeros(seen.shape), o))
     return seen
+
+
+def chosen(indices, shape, num_kv_heads):
+    """The pairs of which the query names the key."""
+    B, H, Lq, Lk = shape
+    indices = np.broadcast_to(indices, (B, num_kv_heads, Lq, np.shape(indices)[-1]))
+    pairs = np.zeros((B, num_kv_heads, Lq, Lk), bool)
+    for b, h, i, x in np.argwhere(indices >= 0):
+        pairs[b, h, i, indices[b, h, i, x]] = True
+    return pairs.repeat(H // num_kv_heads, axis=1)
 
 
 def over_pairs(function, shape, o, dtype):
@@ -144,7 +160,7 @@ def modified(scores, o):
 
 def plain(q, k, v, **o):
     """Attention in plain NumPy in the dtype of q, and the largest sum of magnitudes in a score."""
-    group = q.shape[1] // k.shape[1]
+    group, seen = q.shape[1] // k.shape[1], visible(q, k, o)
     k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
     dtype = q.dtype.type
     scale = dtype(1 / np.sqrt(q.shape[3]) if o.get("scale") is None else o["scale"])
@@ -164,7 +180,6 @@ def plain(q, k, v, **o):
         s = modified(s, o)
         added = modified(np.zeros(s.shape), o)
         size = size + np.where(np.isfinite(added), abs(added), 0)
-    seen = visible(q, k, o)
     s = np.where(seen, s, dtype(-np.inf))
     sink = np.full(q.shape[1], -np.inf) if o.get("sinks") is None else o["sinks"]
     sink = sink.astype(dtype)[:, None, None]
@@ -249,6 +264,8 @@ def random_problems(draw, dtype=np.float32, has_functions=True):
     bias_shape = draw(st.sampled_from([(Lq, Lk), (B, H, Lq, Lk), (B, 1, 1, Lk), (1, 1, Lq, Lk)]))
     bias = rng.normal(size=bias_shape)
     bias[rng.random(bias_shape) < draw(st.sampled_from([0, 0.3]))] = -np.inf
+    picks_shape = draw(st.sampled_from([(Lq,), (B, Hkv, Lq), (B, 1, Lq), (1, Hkv, 1)]))
+    picks = rng.integers(-1, Lk, (*picks_shape, draw(st.integers(0, 12))))
     side = st.none() | st.integers(0, 4)
     offsets = st.integers(-4, 9)
     options = {
@@ -258,6 +275,7 @@ def random_problems(draw, dtype=np.float32, has_functions=True):
         "attn_mask": maybe(rng.random(mask_shape) < draw(st.sampled_from([0.2, 0.6, 0.9]))),
         "attn_bias": maybe(bias.astype(dtype)),
         "kv_lengths": maybe(rng.integers(0, Lk + 1, B)),
+        "key_indices": draw(st.sampled_from([None, None, picks])),
         "alibi_slopes": maybe(rng.random(H).astype(dtype)),
         "scale": maybe(draw(st.sampled_from([0.0, 1.0, -0.5, 2.0]))),
         "softcap": maybe(draw(st.sampled_from([0.5, 5.0, 50.0]))),

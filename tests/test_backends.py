@@ -3,6 +3,7 @@
 ``dense`` and ``tiled`` are the equations, the others are the rungs of the ladder of kernels.
 """
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,6 +34,7 @@ EQUATIONS = ("dense", "tiled")
 BACKENDS = (*EQUATIONS, *LADDER)
 inf = np.inf
 SINKS = np.array([0.0, 1.0, -inf, 5.0])
+KEYS = np.random.default_rng(2).integers(-1, 5, (2, 2, 5, 4))
 
 
 def small(B=2, H=4, Hkv=2, Lq=5, Lk=5, D=3, Dv=2, seed=0, dtype=np.float32):
@@ -66,7 +68,20 @@ ALONE = {
     "bias of -inf": {"attn_bias": np.where(random((5, 5)) < 0.5, -inf, 1.0)},
     "lengths": {"kv_lengths": np.array([5, 2])},
     "lengths 0": {"kv_lengths": np.array([0, 1])},
+    "keys": {"key_indices": [[0, 3], [4, 4], [-1, 2], [-1, -1], [4, 0]]},
+    "keys per head": {"key_indices": KEYS},
+    "keys of all heads": {"key_indices": KEYS[:, :1]},
+    "the same keys of all queries": {"key_indices": KEYS[:, :, :1], "is_causal": True},
+    "keys, window, lengths": {"key_indices": KEYS, "window_size": (2, 1), "kv_lengths": [4, 5]},
+    "no keys": {"key_indices": np.empty((5, 0), int)},
+    "keys, mask and bias": {
+        "key_indices": KEYS,
+        "attn_mask": random((5, 5)) < 0.7,
+        "attn_bias": random((2, 4, 5, 5)),
+    },
+    "keys and functions": {"key_indices": KEYS, "score_mod": by_distance, "mask_mod": of_parity},
     "alibi": {"alibi_slopes": np.array([1.0, 0.5, 0.25, 0.0])},
+    "alibi, keys": {"alibi_slopes": np.array([1.0, 0.5, 0.25, 0.0]), "key_indices": KEYS},
     "alibi, offset": {"alibi_slopes": np.array([1.0, 0.5, 0.25, 0.0]), "q_offset": -3},
     "scale": {"scale": 2.0},
     "scale 0": {"scale": 0.0},
@@ -92,6 +107,31 @@ def test_each_option_alone(options, dtype, backend):
     output, lse = run(backend, q, k, v, **options)
     assert output.dtype == lse.dtype == dtype
     assert_as_good_as_plain(q, k, v, options, output, lse)
+
+
+EIGHT_BITS = {
+    "nothing": {}, "causal": {"is_causal": True}, "lengths": {"kv_lengths": np.array([5, 2])},
+    "softcap, bias": {"softcap": 0.7, "attn_bias": 3 * random((5, 5))},
+    "sinks, nothing seen": {"sinks": SINKS, "kv_lengths": np.array([0, 3])},
+    "mask": {"attn_mask": random((2, 4, 5, 5)) < 0.5},
+    "by_distance, near": {"score_mod": by_distance, "mask_mod": near},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("stored", [np.int8, ml_dtypes.float8_e4m3fn], ids=["int8", "float8"])
+@pytest.mark.parametrize("options", EIGHT_BITS.values(), ids=EIGHT_BITS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16], ids=str)
+def test_keys_and_values_of_8_bits(dtype, options, stored, backend):
+    q, k, v = small()
+    q, k, v = q.astype(dtype), (30 * k).astype(stored), (30 * v).astype(stored)
+    scales = {"k_scale": 0.01 + 0.05 * random((2, 2, 5)), "v_scale": 0.01 + random(2)}
+    O, L = run(backend, q, k, v, **scales, **options)
+    exact_O, exact_L = naive_attention(q, k, v, **scales, **options)
+    eps = np.finfo(np.float64 if dtype == np.float64 else np.float32).eps
+    np.testing.assert_allclose(L, exact_L, rtol=0, atol=300 * eps)
+    rounded = 2.0**-8 if dtype == ml_dtypes.bfloat16 else 0
+    np.testing.assert_allclose(O.astype(float), exact_O, rtol=rounded, atol=5000 * eps)
 
 
 @settings(max_examples=5 * settings.default.max_examples)
@@ -126,6 +166,7 @@ HIDING = {
     "window": {"window_size": (None, 0)},
     "mask": {"attn_mask": np.tri(5, dtype=bool)},
     "bias": {"attn_bias": np.where(np.tri(5), 0.5, -inf)},
+    "keys": {"key_indices": np.where(np.tri(5), np.arange(5), -1)},
 }
 
 

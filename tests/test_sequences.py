@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import MASK_MODS, SCORE_MODS, earlier, naive_attention, of_parity, run
+from problems import MASK_MODS, SCORE_MODS, earlier, naive_attention, near, of_parity, run
 
 from minimha import BackendUnavailable, attention, block_mask
 from minimha.equations.problem import Problem
@@ -44,6 +44,8 @@ def one_by_one(q, keys, values, starts, offsets, options):
     for s, (k, v) in enumerate(zip(keys, values, strict=True)):
         rows = slice(starts[s], starts[s + 1])
         given = options | {"q_offset": int(offsets[s])} | _of_sequence(s, options)
+        if options["key_indices"] is not None:
+            given["key_indices"] = options["key_indices"][:, :, rows]
         found = naive_attention(q[None, :, rows], k[None], v[None], **given)
         output[:, rows], lse[:, rows] = (x[0] for x in found)
     return output[None], lse[None]
@@ -71,7 +73,13 @@ def sequences(draw, most=4, longest=9, dtype=np.float64):
     values = [rng.normal(size=(Hkv, n, Dv)).astype(dtype) for n in num_keys]
     offsets = np.subtract(num_keys, num_queries)
     side = st.none() | st.integers(0, 4)
+    shape = draw(st.sampled_from([1, Hkv])), draw(st.integers(0, 6))
+    picks = [
+        rng.integers(-1, n, (shape[0], m, shape[1]))
+        for m, n in zip(num_queries, num_keys, strict=True)
+    ]
     options = {
+        "key_indices": np.concatenate(picks, axis=1)[None] if draw(st.booleans()) else None,
         "is_causal": draw(st.booleans()),
         "window_size": draw(st.none() | st.tuples(side, side)),
         "alibi_slopes": rng.random(H).astype(dtype) if draw(st.booleans()) else None,
@@ -296,7 +304,7 @@ REFUSED = [
     ({"cu_seqlens_q": [0, 2, 5], "cu_seqlens_k": [0, 2, 6], "kv_lengths": [3, 3]}, ValueError,
      "kv_lengths is 3 for sequence 0: it has 2 keys"),
     ({"cu_seqlens_q": [0, 5], "cu_seqlens_k": [0, 6], "attn_mask": np.ones((5, 6), bool)},
-     ValueError, "attn_mask is for one Lq and one Lk, but with cu_seqlens or block_table"),
+     ValueError, "attn_mask is for one Lq and one Lk, but with cu_seqlens each sequence has other"),
     ({"cu_seqlens_q": [0, 5], "cu_seqlens_k": [0, 6], "attn_bias": np.ones((5, 6))},
      ValueError, "attn_bias is for one Lq"),
     ({"k": PAGES, "block_table": [[0, 9]], "kv_lengths": 3}, ValueError,
@@ -395,11 +403,102 @@ def test_packed_calls_are_planned_once_for_equal_starts(kind, monkeypatch):
     assert len(planned) == 3
 
 
-def test_a_block_mask_is_of_one_length():
-    blocks = block_mask(earlier, 5, 5)
-    with pytest.raises(ValueError, match="mask_mod is a BlockMask, for one Lq and one Lk"):
-        attention(Q, Q, Q, cu_seqlens_q=[0, 2, 5], mask_mod=blocks)
-    attention(Q, Q, Q, cu_seqlens_q=[0, 2, 5], mask_mod=blocks.mask_mod)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("mask_mod", [earlier, near, of_parity])
+def test_a_block_mask_covers_all_sequences(mask_mod, page_size, name):
+    rng, q, keys, values, starts, offsets = ragged()
+    k, v, given = together(rng, keys, values, page_size)
+    given |= {"cu_seqlens_q": starts, "q_offset": offsets + 203}
+    expected = run(name, q[None], k, v, mask_mod=mask_mod, **given)
+    sizes = {} if mask_mod is not of_parity else {"B": 5, "H": 4}
+    # rows of the mask from -3 on: all sequences begin in the middle of a block of 16 queries
+    blocks = block_mask(mask_mod, 1200, 900, q_offset=-3, **sizes)
+    found = run(name, q[None], k, v, mask_mod=blocks, **given)
+    for ours, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_mask_that_lacks_positions_of_a_sequence_is_refused():
+    given = {"cu_seqlens_q": [0, 2, 5], "q_offset": [0, 4]}
+    for sizes in ((6, 3, 0), (7, 2, 0), (7, 3, 1)):
+        with pytest.raises(ValueError, match="mask_mod is a BlockMask for queries at positions"):
+            attention(Q, Q, Q, mask_mod=block_mask(earlier, *sizes[:2], q_offset=sizes[2]), **given)
+    attention(Q, Q, Q, mask_mod=block_mask(earlier, 7, 3), **given)
+    with pytest.raises(ValueError, match="BlockMask for B=3 and H=1: expected B=2, the number of"):
+        attention(Q, Q, Q, mask_mod=block_mask(earlier, 7, 3, B=3), **given)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_masks_over_pages_count_the_keys_of_a_sequence(is_packed, name):
+    rng = np.random.default_rng(0)
+    lengths, Lk = [20, 7, 0], 33  # the table has room for 40
+    q = rng.normal(size=(3, 4, 6, 5))
+    keys, values = ([rng.normal(size=(2, n, 5)) for n in lengths] for _ in range(2))
+    k, v, table = in_pages(rng, keys, values, 8)
+    table = np.pad(table, ((0, 0), (0, 5 - table.shape[1])))
+    mask, bias = rng.random((3, 4, 6, Lk)) < 0.6, rng.normal(size=(3, 1, 6, Lk))
+    bias[rng.random(bias.shape) < 0.1] = -inf
+    given = {"block_table": table, "kv_lengths": lengths, "is_causal": True, "q_offset": [14, 1, 0]}
+    pairs = {"attn_mask": mask, "attn_bias": bias}
+    if is_packed:
+        q, pairs = end_to_end(q), {name: end_to_end(x) for name, x in pairs.items()}
+        given["cu_seqlens_q"] = [0, 6, 12, 18]
+    output, lse = run(name, q, k, v, **pairs, **given)
+    for s, length in enumerate(lengths):
+        at = (slice(0, 1), slice(None), slice(6 * s, 6 * s + 6)) if is_packed else slice(s, s + 1)
+        of_sequence = {
+            name: np.broadcast_to(x, (*x.shape[:1], 4, *x.shape[2:]))[at][..., :length]
+            for name, x in pairs.items()
+        }
+        expected = naive_attention(
+            q[at], keys[s][None], values[s][None], is_causal=True, q_offset=given["q_offset"][s],
+            **of_sequence,
+        )  # fmt: skip
+        np.testing.assert_allclose(output[at], expected[0], rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(lse[at], expected[1], rtol=1e-10)
+
+
+def end_to_end(x):
+    """The batch entries of x (B, H, L, any) one after another along L."""
+    return x.swapaxes(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
+
+
+@pytest.mark.parametrize("last", [1, 3, 4])
+def test_a_mask_over_pages_may_end_with_the_longest_sequence_or_with_the_table(last):
+    given = {"block_table": [[0, 1]], "kv_lengths": 3}
+    mask = np.arange(last) < 2
+    output = attention(Q, PAGES, PAGES, attn_mask=np.broadcast_to(mask, (1, 1, 5, last)), **given)
+    np.testing.assert_allclose(output, 1)
+    for short in (2, 5):
+        sentence = f"attn_mask has shape \\(5, {short}\\): .* here \\(5, 4\\)"
+        with pytest.raises(ValueError, match=sentence):
+            attention(Q, PAGES, PAGES, attn_mask=np.ones((5, short), bool), **given)
+
+
+@pytest.mark.parametrize("backend", ["dense", "tiled", "cpu"])
+@pytest.mark.parametrize("poison", [np.nan, inf])
+def test_keys_in_pages_that_no_query_picks_are_not_read(poison, backend):
+    rng, q, keys, values, _, _ = ragged(np.float64)
+    k, v, given = together(rng, keys[2:3], values[2:3], 16)
+    picks = rng.integers(0, 900, (1, 2, 1, 40))
+    given |= {"key_indices": picks, "backend": backend}
+    expected = attention(q[None, :, :1], k, v, **given)
+    others = np.setdiff1d(np.arange(900), picks)
+    pages, at = given["block_table"][0][others // 16], others % 16
+    k[pages, :, at], v[pages, :, at] = poison, poison
+    np.testing.assert_allclose(attention(q[None, :, :1], k, v, **given), expected, rtol=1e-12)
+
+
+def test_indices_count_the_keys_of_their_sequence():
+    given = {"cu_seqlens_q": [0, 2, 5], "cu_seqlens_k": [0, 2, 6]}
+    attention(Q, K, K, key_indices=[[1], [0], [3], [-1], [2]], **given)
+    sentence = "key_indices has 2 for query 1: expected -1 for no key, or a key from 0 to 1"
+    with pytest.raises(ValueError, match=sentence):
+        attention(Q, K, K, key_indices=[[1], [2], [3], [-1], [2]], **given)
+    with pytest.raises(ValueError, match="key_indices has 0 for query 4: expected -1"):
+        attention(Q, K, K, key_indices=[[0]] * 5, cu_seqlens_q=[0, 4, 5], cu_seqlens_k=[0, 6, 6])
 
 
 def test_what_a_function_raises_for_a_sequence_is_raised():
@@ -425,6 +524,10 @@ def test_arrays_on_a_gpu_are_refused_by_name(monkeypatch):
     monkeypatch.setattr("minimha.equations.arrays.ordinal_of", lambda x: 0 if x is Q else None)
     with pytest.raises(BackendUnavailable, match="cu_seqlens_q needs one launch for each sequence"):
         attention(Q, Q, Q, cu_seqlens_q=[0, 5])
+    with pytest.raises(
+        BackendUnavailable, match="key_indices needs a kernel that reads only some keys"
+    ):
+        attention(Q, Q, Q, key_indices=[[0]] * 5)
 
 
 @pytest.mark.parametrize("backend", ["dense", "tiled", "cpu"])

@@ -213,6 +213,9 @@ def test_a_store_is_read_once_and_only_where_a_query_sees_it(tmp_path, monkeypat
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     with pytest.raises(ValueError, match="k cannot be read, keys 4 to 6: "):
         attention(x[:, :, :2], k, x)
+    picks = [[3, 0], [1, -1]]
+    found = attention(x[:, :, :2], k, x, key_indices=picks)
+    np.testing.assert_allclose(found, attention(x[:, :, :2], x, x, key_indices=picks), rtol=1e-12)
 
 
 FAR = 2**31 - 1  # the largest q_offset

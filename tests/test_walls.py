@@ -22,7 +22,7 @@ CORE = {
     "api": {"kernels", "equations"},
     "delta_rule": {"api", "kernels", "equations"},
     "explain": {"equations"},
-    "layers": {"delta_rule", "api", "equations"},
+    "layers": {"delta_rule", "api", "kernels", "equations"},
     "examples": {"explain", "layers", "api", "equations"},
     "bench": {"api", "kernels", "equations"},
 }

@@ -55,6 +55,7 @@ def right(x: NDArray[np.float32], t: Tensor, wants: bool, layer: MultiHeadAttent
     minimha.compile("float32")
     minimha.compile([np.float32, np.dtype("float64"), "bfloat16"])
     attention(x, x, x, scale=np.float32(0.5), softcap=np.array(3.0))
+    assert_type(attention(x, x, x, k_scale=1.0, v_scale=[0.5, 0.25]), NDArray[Any])
     assert_attention(attention, timeout=5.0)
     minimha.explain.Trace()
     model = minimha.models.load("folder")
@@ -80,5 +81,5 @@ def wrong(x: NDArray[np.float32], layer: MultiHeadAttention) -> None:
     minimha.merge([x])  # type: ignore[arg-type]
     minimha.check(x)  # type: ignore[arg-type]
     minimha.check(attention, dialect="torch")  # type: ignore[call-arg]
-    minimha.models.world.load().logits([1], backend="gpu")  # type: ignore[arg-type]
+    minimha.models.world.load().logits([1], backend="gpu")  # type: ignore[call-overload]
     minimha.atention(x, x, x)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Show every matrix of attention over the reader's numbers: the command ``attend``."""
+"""Show every matrix of attention for numbers from the user's files: the command ``attend``."""
 
 import argparse
 import sys
@@ -20,16 +20,16 @@ RESULTS = ("output", "lse")  # the only arrays of a run without a trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's description and arguments."""
+    """Add the description and the arguments of ``attend`` to its parser."""
     parser.description = (
         "Attention over your own numbers: a problem file, or one CSV file each for "
         "q, k and v; or what was exported as JSON or npz, shown again. A problem's keys are q, k, "
         "v and the options of minimha.attention: is_causal, q_offset, window_size, attn_mask, "
-        "attn_bias, kv_lengths, alibi_slopes, scale, softcap, sinks, cu_seqlens_q, cu_seqlens_k, "
-        "block_table, return_lse, backend. A flag takes precedence over the file. A store of zarr, "
-        "whose arrays and attributes have these names, is read a block of keys at a time and may "
-        "be larger than memory. In CSV # begins a comment, and semicolons may separate numbers "
-        "with decimal commas."
+        "attn_bias, key_indices, kv_lengths, alibi_slopes, scale, softcap, sinks, cu_seqlens_q, "
+        "cu_seqlens_k, block_table, k_scale, v_scale, return_lse, backend. A flag takes precedence "
+        "over the file. A store of zarr, whose arrays and attributes have these names, is read a "
+        "block of keys at a time and may be larger than memory. In CSV # begins a comment, and "
+        "semicolons may separate numbers with decimal commas."
     )
     parser.add_argument("problem", nargs="?", help="problem.json, .npz or .zarr")
     for name in ("q", "k", "v"):
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window", dest="window_size", type=_window, metavar="LEFT,RIGHT", help=sides)
     add("--attn-mask", metavar="CSV", help="1 = may attend, 0 = may not")
     add("--attn-bias", metavar="CSV", help="added to the scores")
+    add("--key-indices", metavar="CSV", help="the keys that each query picks; -1 is none")
     add("--kv-lengths", type=_integers, metavar="N,…", help="number of filled keys")
     add("--alibi-slopes", type=_numbers, metavar="X,…", help="one slope per head")
     add("--scale", type=real, metavar="X", help="scale of the scores, instead of 1/√D")
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show attention over numbers from files, or the steps of an exported trace."""
+    """Show attention over numbers from files, or an exported trace; return the exit status."""
     problem, source = _problem(args)
     if isinstance(problem, Trace):
         return deliver(args, problem)
@@ -102,7 +103,7 @@ def _computed(args: argparse.Namespace, problem: dict[str, Any]) -> tuple[Any, A
 
 
 def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
-    """Return the arguments of ``attention``, from the problem file, the CSV files and the flags."""
+    """Return the arguments of ``attention`` from the problem file, the CSV files and the flags."""
     from minimha.cli import inputs
 
     matrices = {name: getattr(args, name) for name in ("q", "k", "v")}
@@ -130,6 +131,8 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
             value = inputs.read_matrix(value)
             if name == "attn_mask":
                 value = inputs.as_mask("--attn-mask", value)
+            if name == "key_indices":
+                value = inputs.as_whole("--key-indices", value)
         if value is not None:
             problem[name] = value
     if args.problem is not None:

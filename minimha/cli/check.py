@@ -1,4 +1,4 @@
-"""``check``: names the bugs of a function or a layer."""
+"""Name the bugs of an attention function or a layer: the command ``check``."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ MODES = ("function", "layer", "write_problems", "compare")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's description and arguments."""
+    """Add the description and the arguments of ``check`` to its parser."""
     parser.description = (
         "Run a function on graded problems, in a separate process, and name what it "
         "computes wrong. Exit status: 0 right or only different, 1 wrong, 2 it cannot be checked."
@@ -28,8 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--speaks", metavar="DIALECT", default="minimha",
         help="minimha (default), torch, flex_attention, flash_attention, flash_attention_varlen, "
         "flash_attention_paged, transformers, jax, keras or onnx")  # fmt: skip
-    add("--dtype", metavar="DTYPE", default="float32",
-        help="dtype of q, k and v: float32 (default), float16 or bfloat16")  # fmt: skip
+    add("--dtype", metavar="DTYPE",
+        help="float32, float16 or bfloat16, of q, k and v (default: the first that it takes)",
+    )  # fmt: skip
+    add("--layout", metavar="AXES", default="BHLD",
+        help="order of the axes of q, k, v and output, such as BLHD (default BHLD)")  # fmt: skip
     add("--arrays", metavar="LIBRARY", help="arrays that it takes: numpy, torch, jax or cupy")
     add("--device", metavar="NAME", help="where torch's arrays are, such as cuda")
     add("--timeout", type=real, metavar="S", default=20.0,
@@ -50,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check a function or files of answers, or write the problems to files."""
+    """Check a function, a layer or files of answers, or write problems; return the exit status."""
     modes = [name for name in MODES if getattr(args, name) is not None]
     if len(modes) != 1:
         raise ValueError(
@@ -77,7 +80,7 @@ def _checked(args: argparse.Namespace) -> Any:
             args.layer if is_layer else args.function, args.speaks, args.dtype, is_layer=is_layer,
             arrays=args.arrays, device=args.device, timeout=args.timeout, seed=args.seed,
             head_dims=args.head_dims, multiple_of=args.multiple_of, max_heads=args.max_heads,
-            is_square=args.square, progress=progress,
+            is_square=args.square, layout=args.layout, progress=progress,
         )  # fmt: skip
 
 
@@ -94,9 +97,10 @@ def _write(args: argparse.Namespace) -> int:
     from minimha.check.problems import graded
     from minimha.cli.output import write_folder
 
-    problems = exchanged(graded(args.dtype), args.seed or 0)
+    dtype = args.dtype or "float32"
+    problems = exchanged(graded(dtype), args.seed or 0)
     try:
-        write_folder(args.write_problems, files_of(problems, args.dtype), force=args.force)
+        write_folder(args.write_problems, files_of(problems, dtype), force=args.force)
     except ValueError as error:
         raise ValueError(str(error).replace("--output", "--write-problems", 1)) from None
     where = printable(args.write_problems)
@@ -111,18 +115,18 @@ def _compared(args: argparse.Namespace) -> Any:
     from minimha.check.problems import graded
     from minimha.cli.inputs import read_text
 
-    seed = args.seed or 0
-    problems, path = exchanged(graded(args.dtype), seed), Path(args.compare)
+    seed, dtype = args.seed or 0, args.dtype or "float32"
+    problems, path = exchanged(graded(dtype), seed), Path(args.compare)
     manifest = path / MANIFEST
     if path.is_dir() and manifest.exists():
-        check_manifest(read_text(manifest), problems, str(manifest), args.dtype)
+        check_manifest(read_text(manifest), problems, str(manifest), dtype)
     arrays = _folder(path, problems) if path.is_dir() else _answers(path, problems, "")
-    answers = answers_of(arrays, problems, args.compare, args.dtype)
-    return judged(problems, answers, args.compare, "minimha", args.dtype, seed=seed)
+    answers = answers_of(arrays, problems, args.compare, dtype)
+    return judged(problems, answers, args.compare, "minimha", dtype, seed=seed)
 
 
 def _folder(path: Path, problems: Any) -> dict[str, Any]:
-    """The arrays of all answers in a folder."""
+    """Return the arrays of all answers in a folder."""
     from minimha.check.exchange import ANSWER, names_of
 
     arrays: dict[str, Any] = {}
@@ -133,7 +137,7 @@ def _folder(path: Path, problems: Any) -> dict[str, Any]:
 
 
 def _answers(path: Path, problems: Any, prefix: str) -> dict[str, Any]:
-    """The arrays of one file, under their names with ``prefix``."""
+    """Return the arrays of one file, under their names with ``prefix``."""
     from minimha.check.exchange import check_names
     from minimha.cli.inputs import read_arrays
 

@@ -1,4 +1,4 @@
-"""Read problems and matrices from files that may be broken or hostile.
+"""Read problems and matrices from files that may be broken or malicious.
 
 Every size is checked against a limit before anything of that size is read.
 """
@@ -40,10 +40,10 @@ KEYS = tuple(name for name in inspect.signature(attention).parameters if name no
 
 
 def read_problem(name: str) -> dict[str, Any] | Trace:
-    """Read a JSON or npz file: return the arguments of ``attention``, or an exported trace.
+    """Read a JSON or npz file; return the arguments of ``attention``, or an exported trace.
 
-    A file with the key ``steps`` (JSON) or ``trace`` (npz) is a trace. In JSON null is None, and
-    "-inf", "inf" and "nan" are numbers. Nothing in an npz file is unpickled.
+    A file with the key ``steps`` (JSON) or ``trace`` (npz) is a trace. In JSON, null is read as
+    None, and the texts "-inf", "inf" and "nan" as numbers. Nothing in an npz file is unpickled.
     """
     path = Path(name)
     readers = {".json": _read_json, ".npz": _read_npz}
@@ -65,9 +65,10 @@ def read_matrix(name: str) -> NDArray[np.float64]:
 
 
 def read_rows(name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row of a CSV file: its line number, and its fields with decimal points.
+    """Yield the line number and the fields of each row of a CSV file, without blank lines.
 
-    A ``#`` begins a comment. If semicolons separate the fields, commas are decimal commas.
+    A ``#`` begins a comment. If semicolons separate the fields, commas are decimal commas, which
+    become points.
     """
     path = Path(name)
     text = re.sub(r"#[^\r\n]*", "", read_text(path))
@@ -86,11 +87,22 @@ def read_rows(name: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Convert a file's numbers, 0 and 1, to a boolean mask, where 1 = may attend."""
+    """Convert 0 and 1 to a boolean mask, where 1 means "may attend".
+
+    Raise ValueError for other numbers.
+    """
     if numbers.dtype.kind not in "biuf" or not (legal := np.isin(numbers, (0, 1))).all():
         came = numbers.dtype if numbers.dtype.kind not in "biuf" else f"{numbers[~legal][0]:g}"
         raise ValueError(f"{name} holds {came}: expected 1 (may attend) and 0 (may not)")
     return numbers.astype(np.bool_)
+
+
+def as_whole(name: str, numbers: NDArray[Any]) -> NDArray[np.int64]:
+    """Convert a file's numbers to integers; raise ValueError for a number that is not whole."""
+    is_wrong = ~(np.isfinite(numbers) & (numbers == np.round(numbers)) & (abs(numbers) < 1 << 53))
+    if is_wrong.any():
+        raise ValueError(f"{name} holds {numbers[is_wrong][0]:g}: expected whole numbers")
+    return numbers.astype(np.int64)
 
 
 class _InPieces(io.FileIO):
@@ -118,7 +130,7 @@ def _open(path: Path) -> _InPieces:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file in UTF-8."""
+    """Return the text of a UTF-8 file; raise ValueError if it cannot be read or is too long."""
     try:
         with io.BufferedReader(_open(path)) as file:
             content = file.read(LARGEST_TEXT + 1)
@@ -136,7 +148,7 @@ def read_text(path: Path) -> str:
 
 
 def check_keys(path: Path, keys: Sequence[str]) -> None:
-    """Raise ValueError for a key that ``attention`` does not take, or if q, k or v is missing."""
+    """Raise ValueError if a key is no argument of ``attention``, or if q, k or v is missing."""
     for key in keys:
         if key not in KEYS:
             near = difflib.get_close_matches(key[:40].lower(), KEYS, 1)
@@ -150,7 +162,7 @@ def check_keys(path: Path, keys: Sequence[str]) -> None:
 
 
 def _field(name: str, line: int, n: int, text: str) -> float:
-    """Return one number of a CSV file; NaN is refused, because it often marks a missing number."""
+    """Return one number of a CSV file; refuse NaN, because it often marks a missing number."""
     try:
         found = number(text)
     except ValueError:
@@ -253,7 +265,10 @@ def _read_npz(path: Path) -> dict[str, Any] | Trace:
 def read_arrays(
     path: Path, check_keys: Callable[[list[str]], None] = lambda keys: None
 ) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an npz file by name, if ``check_keys`` accepts the names."""
+    """Return the arrays of an npz file by name.
+
+    ``check_keys`` is called with all names before any array is read, and may raise an error.
+    """
     try:
         file = _open(path)
     except OSError as error:
@@ -287,7 +302,7 @@ def _trace(
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Turn any error from a broken archive (zlib, zipfile, NumPy, …) into one sentence."""
+    """Convert any error from a broken archive (zlib, zipfile, NumPy, …) to one sentence."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(

@@ -1,17 +1,17 @@
-"""List the kernels of both ladders, compile them, or show ptxas's report: command ``kernels``."""
+"""List the kernels, compile them, or show the report of ptxas: the command ``kernels``."""
 
 import argparse
 import sys
 from importlib.util import find_spec
 
-from minimha.api import DTYPES, BackendUnavailable
+from minimha.api import DTYPES, ON_CPU, BackendUnavailable
 from minimha.api import compile as compile_ahead
 from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table, grouped
 from minimha.explain import render
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's description and arguments."""
+    """Add the description and the arguments of ``kernels`` to its parser."""
     parser.description = (
         "Every rung of the two ladders: its idea, the problems it takes, and what was measured."
     )
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help=ahead)
     add("--backend", choices=("cpu", "cuda"), help="with --compile: cpu (the default), or cuda, "
         "for the GPU of this machine and common widths of heads")  # fmt: skip
-    add("--dtype", action="append", choices=DTYPES, default=[],
+    add("--dtype", action="append", choices=ON_CPU, default=[],
         help="with --compile: this dtype (may be repeated; default float32)")  # fmt: skip
     add("--rung", action="append", default=[], metavar="NAME", help="this rung (may be repeated)")
     add_output(parser, TABLE_FORMATS)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minimha.explain import render
 
@@ -13,26 +14,30 @@ if TYPE_CHECKING:
     from minimha.models.transformer import Transformer
 
 LARGEST_TEXT = 2**20  # bytes of a file of sentences
+SHIPPED = "world", "repeats"  # modules of ``minimha.models`` whose models ship
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the argument ``--model``."""
-    where = "a folder with config.json, or a .gguf file (default: the model that ships)"
+    """Add the argument ``--model``, the path or the name of a language model."""
+    where = (
+        "a folder with config.json, a .gguf file, or a model that ships: world (default), repeats"
+    )
     parser.add_argument("--model", metavar="PATH", help=where)
 
 
 def add_sentences(parser: argparse.ArgumentParser) -> None:
-    """Add the argument ``--sentences``."""
-    which = "one per line (default the small world's)"
+    """Add the argument ``--sentences``, a file with one sentence per line."""
+    which = "one per line (default: what a shipped model was made for)"
     parser.add_argument("--sentences", metavar="FILE", help=which)
 
 
 def load(args: argparse.Namespace) -> Transformer:
-    """Return the model of ``--model``, or the shipped one; ValueError if it has no tokenizer."""
-    if args.model is None:
-        from minimha.models import world
+    """Return the model that ``--model`` names, by default the small world model.
 
-        return world.load()
+    Raise ValueError unless it is a decoder with a tokenizer.
+    """
+    if args.model is None or args.model in SHIPPED:
+        return _shipped(args).load()  # type: ignore[no-any-return]
     from minimha.models import Transformer, load
 
     with render.busy(sys.stderr, f"reading {args.model}"):
@@ -53,9 +58,18 @@ def load(args: argparse.Namespace) -> Transformer:
     return model
 
 
+def _shipped(args: argparse.Namespace) -> Any:
+    return import_module(f"minimha.models.{args.model or SHIPPED[0]}")
+
+
 def sentences(args: argparse.Namespace) -> list[str]:
-    """Return the lines of the file ``--sentences``, or passages about the shipped model's world."""
+    """Return the lines of the file ``--sentences`` that are not blank.
+
+    By default, return random texts for the model "repeats", else passages about the small world.
+    """
     if args.sentences is None:
+        if args.model == "repeats":
+            return _shipped(args).texts()  # type: ignore[no-any-return]
         from minimha.models.world.questions import passages
 
         return passages()
@@ -72,6 +86,6 @@ def sentences(args: argparse.Namespace) -> list[str]:
 
 
 def labels(model: Transformer, ids: list[int]) -> tuple[str, ...]:
-    """Return a printable name for each token."""
+    """Return a printable name for each token of ``ids``."""
     assert model.tokenizer is not None  # which load checked
     return tuple(map(model.tokenizer.label, ids))

@@ -1,4 +1,4 @@
-"""Show the most probable next words of a text, and all numbers behind them: command ``next``."""
+"""Show the most probable next words of a text, and how they are computed: the command ``next``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Probabilities = NDArray[np.float64]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's description and arguments."""
+    """Add the description and the arguments of ``next`` to its parser."""
     parser.description = (
         "Show the most probable next words of a text, as a model on this machine "
         "predicts them: the small one that ships, or one of your own. --trace shows every number "
@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("text", metavar="TEXT", help='the beginning, in quotes: "the cat sat on the"')
     models.add_model(parser)
     add("--top", type=count, metavar="N", default=10, help="how many words (default 10)")
+    add("--chat", action="store_true", help="TEXT is a message: the model's chat template makes "
+        "what the model reads of it, and --generate writes the answer")  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--all", action="store_true", help="show the next words after every word")
     what.add_argument("--generate", type=count, metavar="N", help="write N words")
@@ -61,13 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show which words a model predicts after a text, or every step of the prediction."""
+    """Show the next words that a model predicts, or every step; return the exit status."""
     is_traced = args.trace or any(getattr(args, name) not in UNSET for name in STEPS)
     _check(args, is_traced)
     model = models.load(args)
     with argument_names(ids="the text", num_tokens="--generate", temperature="--temperature",
                         top_k="--top-k", top_p="--top-p", logits="the model's logits"):  # fmt: skip
-        less = _without(args, model)
+        less, args.ids = _without(args, model), _tokens(args, model)
         if is_traced:
             return output.deliver(args, _trace(args, less))
         if args.generate is not None:
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, is_traced: bool) -> None:
-    """Raise ValueError for options that exclude each other, and choose the formats."""
+    """Raise ValueError for options that exclude each other, and for a format that does not fit."""
     if not args.text.strip():
         raise ValueError("TEXT is empty: expected at least one word")
     kind = output.asked_format(args)
@@ -100,6 +102,18 @@ def _check(args: argparse.Namespace, is_traced: bool) -> None:
     if (args.all or args.generate) and kind in ("svg", "png"):
         what = "--all" if args.all else "--generate"
         raise ValueError(f"{what} has no picture: expected text, json, markdown or csv")
+
+
+def _tokens(args: argparse.Namespace, model: Transformer) -> NDArray[np.int64]:
+    """Return the tokens of the text, or of the conversation that begins with it."""
+    if not args.chat:
+        return model.encode(args.text)
+    from minimha.models.tokens import SubwordTokenizer
+
+    tokenizer = model.tokenizer
+    if not isinstance(tokenizer, SubwordTokenizer):
+        raise ValueError("--chat needs a model with a chat template: a model that ships has none")
+    return model.encode(tokenizer.encode(tokenizer.chat(args.text), add_special_tokens=False))
 
 
 def _without(args: argparse.Namespace, model: Transformer) -> Transformer:
@@ -185,7 +199,7 @@ def _removed(args: argparse.Namespace) -> str:
 def _every_position(args: argparse.Namespace, model: Transformer) -> None:
     """Show which word follows each word of the text, and which are the most probable."""
     found = _probabilities(args, model)
-    ids = model.encode(args.text).tolist()
+    ids = args.ids.tolist()
     words = models.labels(model, ids)
     exact: list[dict[str, Any]] = [
         {"word": word, "words": _likeliest(model, p, args.top)}
@@ -214,7 +228,7 @@ def _lens(args: argparse.Namespace, model: Transformer) -> None:
     from minimha.models.sampling import probabilities
 
     settings = args.temperature, args.top_k, args.top_p
-    found = probabilities(lens(model, args.text)[:, 0], *settings)
+    found = probabilities(lens(model, args.ids)[:, 0], *settings)
     places = ["embeddings", *(f"layer {n}" for n in range(len(found) - 1))]
     words = [_likeliest(model, p, args.top) for p in found]
     exact: list[dict[str, Any]] = [
@@ -239,7 +253,7 @@ def _lens(args: argparse.Namespace, model: Transformer) -> None:
 
 
 def _settled(places: list[str], tops: list[str]) -> str:
-    """Return a sentence: from which layer on the most probable word is the final word."""
+    """Return a sentence on the layer from which the most probable word is the final word."""
     since = len(tops) - 1
     while since and tops[since - 1] == tops[-1]:
         since -= 1
@@ -250,13 +264,14 @@ def _generate(args: argparse.Namespace, model: Transformer) -> None:
     """Show the text and the words drawn after it; as text, each word when it is drawn."""
     if args.generate > LARGEST_COUNT:
         raise ValueError(f"--generate is {args.generate}: expected at most {LARGEST_COUNT:,}")
-    start = model.encode(args.text).tolist()
+    start = args.ids.tolist()
     drawn = model.generate(
         start, args.generate, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
         seed=args.seed,
     )  # fmt: skip
     if output.format_of(args) == "text" and args.output is None:
-        print(printable(args.text), end="", flush=True)
+        if not args.chat:
+            print(printable(args.text), end="", flush=True)
         for piece in _pieces(model, start, drawn):
             print(piece, end="", flush=True)
         print()
@@ -287,7 +302,7 @@ def _pieces(model: Transformer, start: list[int], drawn: Iterator[int]) -> Itera
 
 def _trace(args: argparse.Namespace, model: Transformer) -> Trace:
     """Trace every step, or those of one layer; as text, without steps too large to read."""
-    ids, config = model.encode(args.text).tolist(), model.config
+    ids, config = args.ids.tolist(), model.config
     if args.layer is not None and args.layer >= config.num_layers:
         raise ValueError(f"no layer {args.layer} here: the layers are 0 to {config.num_layers - 1}")
     if args.head is not None and args.head >= config.num_heads:
@@ -341,7 +356,7 @@ def _probabilities(args: argparse.Namespace, model: Transformer) -> Probabilitie
     """Return the probabilities of the next word after every word of the text, (L, V)."""
     from minimha.models.sampling import probabilities
 
-    logits = model.logits(args.text, backend="dense")
+    logits = model.logits(args.ids, backend="dense")
     return probabilities(logits, args.temperature, args.top_k, args.top_p)
 
 

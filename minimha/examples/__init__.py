@@ -1,4 +1,4 @@
-"""The worked examples: those of five teaching documents, and further ones that they suggest.
+"""Worked examples of attention: those of five teaching documents, and further ones.
 
 The documents by number:
 
@@ -10,7 +10,7 @@ The documents by number:
   grouped-query attention.
 - 004, "Multi-head Attention": Q, K and V given, scores against cosines, FlashAttention.
 
-``EXAMPLES`` maps a name to an ``Example``, and imports the module on the first access.
+``EXAMPLES`` maps a name to an ``Example``, whose module is imported on first access.
 ``DOCUMENTS`` maps a document's number to the name of the example that reproduces the document.
 """
 
@@ -39,13 +39,16 @@ PLACES = {  # module.attribute
     "gpt2": "language_models.GPT2",
     "llama": "language_models.LLAMA",
     "bert": "language_models.BERT",
+    "gpt-oss": "recent_models.GPT_OSS",
+    "deepseek-v3.2": "recent_models.DEEPSEEK",
+    "qwen3-next": "recent_models.QWEN3_NEXT",
     "cosine": "other_scores.COSINE",
     "additive": "other_scores.ADDITIVE",
 }
 
 
 class Examples(Mapping[str, Example]):
-    """A mapping from names to examples, each imported when it is first read."""
+    """A mapping from names to examples, each imported on first access."""
 
     def __getitem__(self, name: str) -> Example:
         module, attribute = PLACES[name].split(".")

@@ -1,31 +1,22 @@
-"""The catalogue: symbol, formula and explanation for each name in a trace.
+"""The catalogue: symbol, formula and explanation of each *step*, a named array in a trace.
 
-``Entry.formula`` is for a terminal, ``Entry.tex`` for a page. A name may end with a *stage* in
-brackets: a block, ``S[i=0,j=1]``, or a word if a step is computed several times, ``q[encoder]``.
+``Entry.formula`` is for terminals, ``Entry.tex`` for pages. A step's name may end with a *stage* in
+brackets: a block, ``S[i=0,j=1]``, or a word if the step is computed several times, ``q[encoder]``.
 The entry belongs to the name before the bracket.
 
-``Entry.made`` is an operation of ``origins`` and the steps that the operation takes. ``a|b`` is the
-first of these steps that the trace has. ``b?`` may be missing. ``m<`` is the m of the nearest
-earlier block. ``a|b*`` is the latest earlier step with one of these names, of any stage. A step
-without ``made`` is given.
+``Entry.made`` has an operation of ``origins`` and the names of its operands. ``a|b`` is the first
+of these steps that the trace has. ``b?`` may be missing. ``m<`` is the m of the nearest earlier
+block. ``a|b*`` is the latest earlier step with one of these names, of any stage. A step without
+``made`` is an input; of one that is made by ``FORMULA``, the formula alone says how.
 """
 
 import re
-from typing import NamedTuple
 
-
-class Entry(NamedTuple):
-    """What the catalogue says of a step: symbol, axes, formula, sentence, source, operation."""
-
-    symbol: str
-    tex_symbol: str
-    axes: tuple[str, ...]
-    formula: str
-    tex: str
-    sentence: str
-    source: str
-    made: tuple[str, ...] = ()
-
+from minimha.explain.around import AROUND, EMBEDDINGS, GEMMA2, RESIDUAL
+from minimha.explain.entry import FORMULA, Entry
+from minimha.explain.entry import formula as _formula
+from minimha.explain.entry import symbol as _symbol
+from minimha.explain.inside import DELTA_NET, DSA, INSIDE, MLA
 
 VASWANI = "Vaswani et al. 2017, section 3.2"
 FLASH2 = "Dao 2023 (FlashAttention-2), Algorithm 1"
@@ -37,18 +28,10 @@ UNIT = "Henry et al. 2020; Liu et al. 2022 (Swin Transformer V2), section 3.3"
 DOT = "document 004, section 'Geometric intuition for the dot product'"
 GPT2 = "Radford et al. 2019 (GPT-2)"
 BA = "Ba, Kiros and Hinton 2016 (layer normalisation), equation 4"
-MLA = "DeepSeek-AI 2024 (DeepSeek-V2), section 2.1"
 MPT = "MosaicML NLP Team 2023 (MPT-7B)"
 RMS = "Zhang and Sennrich 2019 (RMSNorm), equation 4"
-SHAZEER = "Vaswani et al. 2017, section 3.3; gated: Shazeer 2020 (GLU variants)"
-EMBEDDINGS = "Vaswani et al. 2017, section 3.4"
-RESIDUAL = "Vaswani et al. 2017, section 3.1"
 ALIBI = "Press et al. 2022 (ALiBi), section 3"
-GPT_OSS = "OpenAI 2025 (gpt-oss)"
-EXPERTS = "Shazeer et al. 2017 (mixtures of experts), section 2"
-MIXTRAL = "Jiang et al. 2024 (Mixtral), section 2.1"
-GEMMA2 = "Gemma Team 2024 (Gemma 2), section 2"
-INPUT = "expert_input|parallel_normed|added_normed|added"  # the input of a feed-forward
+DELTA = "Yang, Kautz and Hatamizadeh 2024 (Gated DeltaNet), equation 10"
 SCORES = ("B", "H", "Lq", "Lk")
 ROWS = ("B", "H", "Lq", "1")
 QUERIES = "q_rotated|q_clipped|q_layer_normed|q_normed|q"
@@ -65,6 +48,9 @@ AXES = {
     "E": "model width",
     "H": "heads",
     "Hkv": "key/value heads",
+    "Hi": "heads of the indexer",
+    "Di": "width of the indexer's heads",
+    "K": "keys that a query picks",
     "D": "head width (d_k in the papers)",
     "Dv": "width of a value",
     "R": "rotated width",
@@ -72,31 +58,16 @@ AXES = {
     "F": "width inside the feed-forward",
     "N": "experts",
     "n": "tokens that an expert receives",
+    "G": "groups of experts",
     "V": "tokens of the vocabulary",
     "C": "width of a latent",
+    "Cq": "width of a query's latent",
     "C+R": "width of a latent and a rotated key",
     "B_r": "queries of a block",
     "B_c": "keys of a block",
 }
 ROTATED = "(x_1 cos - x_2 sin, x_2 cos + x_1 sin), pair by pair"
 TEX_ROTATED = r"(x_1 \cos - x_2 \sin,\; x_2 \cos + x_1 \sin) \text{, pair by pair}"
-
-
-def _formula(
-    symbol: str, axes: tuple[str, ...], formula: str, sentence: str, source: str = "",
-    made: tuple[str, ...] = (), tex_symbol: str = "", tex: str = "",
-) -> Entry:  # fmt: skip
-    """Return an entry; ``tex_symbol`` and ``tex`` default to ``symbol`` and ``formula``."""
-    tex_symbol, tex = tex_symbol or symbol, tex or formula
-    return Entry(symbol, tex_symbol, axes, formula, tex, sentence, source, made)
-
-
-def _symbol(
-    symbol: str, axes: tuple[str, ...], sentence: str, source: str = "",
-    made: tuple[str, ...] = (), tex_symbol: str = "",
-) -> Entry:  # fmt: skip
-    """Return an entry without a formula; its symbol is shown instead."""
-    return _formula(symbol, axes, symbol, sentence, source, made, tex_symbol, tex_symbol or symbol)
 
 
 CATALOGUE: dict[str, Entry] = {
@@ -152,6 +123,39 @@ CATALOGUE: dict[str, Entry] = {
         "What a function makes of each score, for head h of batch entry b, the query at position i "
         "and key j.", "Dong et al. 2024 (Flex Attention), section 3",
         tex=r"S_{ij} \leftarrow \mathrm{mod}(S_{ij}, b, h, i, j)"),
+    "index_queries": _formula("Q_I", ("B", "H", "Lq", "Di"), "Q_I = C_q W_iq, rotated",
+        "What each query looks for when it picks keys, for each head of the indexer.", DSA,
+        made=("rotated", "index_up", "cos", "sin"),
+        tex=r"Q_I = C_q W_{iq} \text{, rotated}"),
+    "index_keys": _formula("K_I", ("B", "Lk", "Di"), "K_I = norm(X W_ik), rotated",
+        "One key per token, which all heads of the indexer share.", DSA,
+        made=("rotated", "index_down_normed", "cos", "sin"),
+        tex=r"K_I = \mathrm{norm}(X W_{ik}) \text{, rotated}"),
+    "index_weights": _formula("w", ("B", "Lq", "Hi"), "w = X W_iw / √Hi",
+        "How much each head of the indexer (column) counts for each query (row).", DSA,
+        tex=r"w = X W_{iw} / \sqrt{H_i}", made=FORMULA),
+    "index_products": _formula("Q_I·K_I", ("B", "H", "Lq", "Lk"), "Q_I K_Iᵀ / √Di",
+        "How well each key (column) matches each query (row), for one head of the indexer.", DSA,
+        made=("block", "index_queries", "index_keys"), tex=r"Q_I K_I^\top / \sqrt{D_i}"),
+    "index_relu": _formula("relu", ("B", "H", "Lq", "Lk"), "max(Q_I K_Iᵀ / √Di, 0)",
+        "A key that does not match counts 0, however bad the match is.", DSA,
+        made=("activation", "index_products"), tex_symbol=r"\mathrm{relu}",
+        tex=r"\max(Q_I K_I^\top / \sqrt{D_i}, 0)"),
+    "index_scores": _formula("I", ("B", "Lq", "Lk"), "I_ij = Σ_h w_ih · relu_h,ij",
+        "How much each query (row) wants each key (column): the heads of the indexer, weighted.",
+        DSA, tex=r"I_{ij} = \sum_h w_{ih} \cdot \mathrm{relu}_{h,ij}", made=FORMULA),
+    "index_visible": _formula("I", ("B", "Lq", "Lk"),
+        "I_ij ← I_ij if query i may see key j, else -∞",
+        "No query picks a key that it may not see.", DSA, made=("mask", "index_scores"),
+        tex=r"I_{ij} \leftarrow I_{ij} \text{ if query } i \text{ may see key } j"
+        r"\text{, else } -\infty"),
+    "key_indices": _formula("J_i", ("B", "Hkv", "Lq", "K"), "J_i = the K largest I_ij of query i",
+        "The keys that each query (row) picks, best first. Of equal scores the earlier key wins; "
+        "-1 is none.", DSA, made=FORMULA,
+        tex=r"J_i = \text{the } K \text{ largest } I_{ij} \text{ of query } i"),
+    "picked": _formula("J", ("B", "Hkv", "Lq", "Lk"), "J_ij = 1 if query i picks key j, else 0",
+        "Which keys (columns) each query (row) picks. It sees no others.", DSA,
+        tex=r"J_{ij} = 1 \text{ if query } i \text{ picks key } j \text{, else } 0", made=FORMULA),
     "masked": _formula("S", SCORES, "S_ij ← S_ij if query i may see key j, else -∞",
         "A hidden key scores -∞, so its weight will be exactly 0.", VASWANI,
         made=("mask", f"modified|biased|capped|{RAW}"),
@@ -185,14 +189,65 @@ CATALOGUE: dict[str, Entry] = {
     "b_o": _symbol("b_o", ("E",), "Added to every row at the end.", VASWANI),
     "latents_and_key": _formula("[c, k_R]", ("B", "L", "C+R"), "c = norm(X W_dkv)",
         "A latent and a rotated key for each token: what a cache keeps.", MLA,
-        tex=r"c = \mathrm{norm}(X W_{dkv})"),
+        tex=r"c = \mathrm{norm}(X W_{dkv})", made=FORMULA),
     "latents": _formula("C", ("B", "1", "Lk", "C"), "C = norm(X W_dkv)",
         "One latent per token, which all heads share.", MLA, tex=r"C = \mathrm{norm}(X W_{dkv})"),
+    "latent_q": _formula("Q", ("B", "H", "Lq", "D"), "Q = [X W, rotated X W_R]",
+        "One query per row. Its last numbers alone are rotated by the angles of its position.", MLA,
+        tex=r"Q = [X W, \text{rotated } X W_R]", made=FORMULA),
+    "latent_k": _formula("K", ("B", "H", "Lk", "D"), "K = [c W_uk, k_R]",
+        "One key per row, made from the latent; all heads share its rotated end.", MLA,
+        tex=r"K = [c W_{uk}, k_R]", made=FORMULA),
+    "latent_v": _formula("V", ("B", "H", "Lk", "Dv"), "V = c W_uv",
+        "One value per row, made from the latent.", MLA, made=("product", "kv_down_normed", "W_uv"),
+        tex=r"V = c W_{uv}"),
     "q_absorbed": _formula("Q", ("B", "H", "Lq", "C+R"), "Q ← Q W_ukᵀ",
         "Queries for the latents themselves, instead of for keys made from them.", MLA,
         tex=r"Q \leftarrow Q W_{uk}^\top"),
     "mean_latents": _symbol("A C", ("B", "H", "Lq", "C"),
         "For each query, the latents weighted by its row of A; values are made from it.", MLA),
+    "qkv": _formula("[Q, K, V]", ("B", "L", "channels"), "[Q, K, V] = X W_qkv",
+        "Queries, keys and values of all heads, before each channel is mixed over time.", DELTA_NET,
+        made=("product", "normed|x", "W_qkv"), tex=r"[Q, K, V] = X W_{qkv}"),
+    "convolved": _formula("[Q, K, V]", ("B", "L", "channels"), "[Q, K, V] ← silu(conv([Q, K, V]))",
+        "Each channel, mixed with the same channel of the tokens just before.", DELTA_NET,
+        tex=r"[Q, K, V] \leftarrow \mathrm{silu}(\mathrm{conv}([Q, K, V]))", made=FORMULA),
+    "g": _formula("g", ("B", "L", "heads"), "g = -exp(A_log) · log(1 + exp(X W_a + dt_bias))",
+        "The logarithm of the decay: 0 keeps all that a head remembers.", DELTA_NET,
+        tex=r"g = -e^{A_{\log}} \log(1 + e^{X W_a + b_{dt}})", made=FORMULA),
+    "delta_q": _symbol("Q", ("B", "H", "L", "D"),
+        "What each token asks the memory, of length 1/√D.", DELTA, made=FORMULA),
+    "delta_k": _symbol("K", ("B", "H", "L", "D"),
+        "Under which key each token is stored, of length 1.", DELTA, made=FORMULA),
+    "delta_v": _symbol("V", ("B", "H", "L", "Dv"), "What is stored for each token.", DELTA,
+        made=FORMULA),
+    "beta": _symbol("β", ("B", "H", "L", "1"),
+        "What part of the error each token corrects.", DELTA,
+        made=("sigmoid", "normed|x", "W_b"), tex_symbol=r"\beta"),
+    "decay": _formula("α", ("B", "H", "L", "1"), "α = exp(g)",
+        "What part of the memory is kept, from 0 to 1.", DELTA, tex_symbol=r"\alpha",
+        tex=r"\alpha = e^g", made=FORMULA),
+    "decayed": _formula("S", ("B", "H", "D", "Dv"), "S ← α_t S",
+        "The memory when token t comes, before it is corrected.", DELTA,
+        tex=r"S \leftarrow \alpha_t S", made=FORMULA),
+    "correction": _formula("u", ("B", "H", "1", "Dv"), "u = β_t (v_t - Sᵀ k_t)",
+        "What is added under the key of token t: a part of what the memory has wrong.", DELTA,
+        tex=r"u = \beta_t (v_t - S^\top k_t)", made=FORMULA),
+    "state": _formula("S", ("B", "H", "D", "Dv"), "S ← S + k_t uᵀ",
+        "The memory after token t: one row per number of a key.", DELTA,
+        tex=r"S \leftarrow S + k_t u^\top", made=FORMULA),
+    "delta_head_output": _formula("O", ("B", "H", "L", "Dv"), "o_t = Sᵀ q_t",
+        "What the memory answers each token's query.", DELTA, made=FORMULA,
+        tex=r"o_t = S^\top q_t"),
+    "delta_gate": _formula("Z", ("B", "L", "H·Dv"), "Z = X W_z",
+        "The input of the gates of the heads' outputs.", DELTA_NET,
+        made=("product", "normed|x", "W_z")),
+    "delta_gated": _formula("C", ("B", "L", "H·Dv"), "C = norm(O) · silu(Z)",
+        "The normalised answers of all heads side by side, as far as the gates let them through.",
+        DELTA_NET, tex=r"C = \mathrm{norm}(O) \odot \mathrm{silu}(Z)", made=FORMULA),
+    "delta_output": _formula("Y", ("B", "L", "E"), "Y = C W_o",
+        "One row per token, as wide as the embedding again.", DELTA_NET,
+        made=("product", "delta_gated", "W_o")),
     "W_g": _symbol("W_g", ("E", "H·Dv"),
         "Turns an embedding into the input of its gates.", GATED),
     "b_g": _symbol("b_g", ("H·Dv",), "Added before the sigmoid.", GATED),
@@ -211,103 +266,6 @@ CATALOGUE: dict[str, Entry] = {
     "embedded": _formula("X", ("L", "E"), "X = the tokens' rows, and what says where they are",
         "One row per token: what enters the first layer.", EMBEDDINGS, made=("sum", "wte", "wpe"),
         tex=r"X = \text{the tokens' rows, and what says where they are}"),
-    "W_in": _symbol("W_in", ("E", "F"),
-        "Widens each row for the feed-forward.", SHAZEER, tex_symbol=r"W_{\mathrm{in}}"),
-    "b_in": _symbol("b_in", ("F",),
-        "Added to every wide row.", SHAZEER, tex_symbol=r"b_{\mathrm{in}}"),
-    "W_gate": _symbol("W_gate", ("E", "F"),
-        "Computes the input of the feed-forward's gates.", SHAZEER,
-        tex_symbol=r"W_{\mathrm{gate}}"),
-    "b_gate": _symbol("b_gate", ("F",),
-        "Added before the activation.", SHAZEER, tex_symbol=r"b_{\mathrm{gate}}"),
-    "W_out": _symbol("W_out", ("F", "E"),
-        "Narrows each row to the model width again.", SHAZEER, tex_symbol=r"W_{\mathrm{out}}"),
-    "b_out": _symbol("b_out", ("E",),
-        "Added to every row at the end.", SHAZEER, tex_symbol=r"b_{\mathrm{out}}"),
-    "expanded": _formula("U", ("B", "L", "F"), "U = Z' W_in, + b_in where given",
-        "The wide row of each token, computed without the other tokens.", SHAZEER,
-        made=("product", INPUT, "W_in", "b_in?"),
-        tex=r"U = Z' W_{\mathrm{in}} \text{, } + b_{\mathrm{in}} \text{ where given}"),
-    "gate_input": _formula("G", ("B", "L", "F"), "G = Z' W_gate, + b_gate where given",
-        "The input of the gates, which decide how much of each number passes.", SHAZEER,
-        made=("product", INPUT, "W_gate", "b_gate?"),
-        tex=r"G = Z' W_{\mathrm{gate}} \text{, } + b_{\mathrm{gate}} \text{ where given}"),
-    "activated": _formula("Φ", ("B", "L", "F"), "Φ = φ(U), φ(G) where it is gated",
-        "The activation φ (ReLU, GELU, SiLU, …), number by number: negative ones nearly vanish.",
-        SHAZEER, made=("activation", "gate_limited|gate_input|expanded"), tex_symbol=r"\Phi",
-        tex=r"\Phi = \varphi(U) \text{, } \varphi(G) \text{ where it is gated}"),
-    "gate_limited": _formula("G", ("B", "L", "F"), "G ← min(G, limit)",
-        "No gate's input is above the limit.", GPT_OSS,
-        tex=r"G \leftarrow \min(G, \mathrm{limit})"),
-    "expanded_limited": _formula("U", ("B", "L", "F"), "U ← 1 + U, clipped to ±limit before",
-        "What the gates multiply: 1 where the wide row has 0.", GPT_OSS,
-        tex=r"U \leftarrow 1 + \min(\max(U, -\mathrm{limit}), \mathrm{limit})"),
-    "gated_product": _formula("U", ("B", "L", "F"), "U ← Φ · U, entry by entry",
-        "What the gates let through.", "Shazeer 2020 (GLU variants)",
-        made=("times", "activated", "expanded_limited|expanded"), tex=r"U \leftarrow \Phi \odot U"),
-    "feed_forward": _formula("F", ("B", "L", "E"),
-        "F = Φ W_out, U W_out where it is gated, + b_out where given",
-        "What the feed-forward computes for each token, without the other tokens.", SHAZEER,
-        made=("product", "gated_product|activated", "W_out", "b_out?"),
-        tex=r"F = \Phi W_{\mathrm{out}} \text{, } U W_{\mathrm{out}} \text{ where it is gated, }"
-        r" + b_{\mathrm{out}} \text{ where given}"),
-    "W_router": _symbol("W_r", ("E", "N"),
-        "One column per expert: what the expert's tokens have in common.", EXPERTS),
-    "b_router": _symbol("b_r", ("N",), "Added to each expert's logit.", EXPERTS),
-    "router_logits": _formula("R", ("B", "L", "N"), "R = Z' W_r, + b_r where given",
-        "How well each expert (column) suits each token (row).", EXPERTS,
-        made=("product", "added_normed|added", "W_router", "b_router?"),
-        tex=r"R = Z' W_r \text{, } + b_r \text{ where given}"),
-    "router_probabilities": _formula("p", ("B", "L", "N"), "p = softmax(R), row by row",
-        "The same as shares of 1, before all but the best experts are dropped.", MIXTRAL,
-        made=("softmax", "router_logits"), tex=r"p = \mathrm{softmax}(R)"),
-    "expert_shares": _formula("G", ("B", "L", "N"),
-        "G_te = p_te if expert e is among the best of token t, else 0; divided by their sum if so",
-        "Which experts (columns) each token (row) goes to, and how much each of them counts.",
-        MIXTRAL, tex=r"G_{te} = p_{te} \text{ if expert } e \text{ is among the best of token } t"
-        r"\text{, else } 0 \text{; divided by their sum if so}"),
-    "expert_input": _symbol("Z'_e", ("B", "n", "E"),
-        "The rows of the tokens that go to this expert, in their order.", EXPERTS),
-    "expert_output": _formula("F_e", ("B", "n", "E"),
-        "F_e = Φ W_out, U W_out where it is gated, + b_out where given",
-        "What this expert makes of each of its tokens, without the other tokens.", EXPERTS,
-        made=("product", "gated_product|activated", "W_out", "b_out?"),
-        tex=r"F_e = \Phi W_{\mathrm{out}} \text{, } U W_{\mathrm{out}} \text{ where it is gated, }"
-        r" + b_{\mathrm{out}} \text{ where given}"),
-    "W_shared": _symbol("W_s", ("E", "1"), "Computes the gate of the expert that all tokens share.",
-        "Qwen Team 2024 (Qwen1.5-MoE)"),
-    "shared_gate": _formula("g", ("B", "L", "1"), "g = sigmoid(Z' W_s)",
-        "How much of what the shared expert makes of a token counts.",
-        "Qwen Team 2024 (Qwen1.5-MoE)", made=("sigmoid", "added_normed|added", "W_shared"),
-        tex=r"g = \sigma(Z' W_s)"),
-    "mixed": _formula("F", ("B", "L", "E"), "F_t = Σ_e G_te F_e,t, + the shared expert's",
-        "What the experts make of each token, each by its share.", MIXTRAL,
-        tex=r"F_t = \sum_e G_{te} F_{e,t} \text{, } + \text{the shared expert's}"),
-    "residual": _formula("X", ("B", "L", "E"), "X ← Z + F",
-        "What leaves the layer, and enters the next one: all that was found so far.", RESIDUAL,
-        made=("sum", "added", "feed_forward_normed|feed_forward"), tex=r"X \leftarrow Z + F"),
-    "post_residual": _formula("R", ("B", "L", "E"), "R = Z' + F",
-        "The second residual connection, which starts from what was normalised.", RESIDUAL,
-        made=("sum", "added_normed", "feed_forward")),
-    "W_vocab": _symbol("W_vocab", ("E", "V"),
-        "One column per token of the vocabulary; if it is tied, the embedding's rows.",
-        "Press and Wolf 2017 (tied embeddings)", tex_symbol=r"W_{\mathrm{vocab}}"),
-    "uncapped_logits": _formula("logits", ("B", "L", "V"), "logits = X' W_vocab",
-        "The scores before they are capped.", GEMMA2, made=("product", "final_normed", "W_vocab"),
-        tex_symbol=r"\mathrm{logits}", tex=r"\mathrm{logits} = X' W_{\mathrm{vocab}}"),
-    "logit_softcap": _symbol("c", (), "The cap of the logits.", GEMMA2),
-    "capped_logits": _formula("logits", ("B", "L", "V"), "logits ← c · tanh(logits / c)",
-        "How well each token of the vocabulary (column) would follow each token (row), from -c to "
-        "c.", GEMMA2, made=("cap", "uncapped_logits", "logit_softcap"),
-        tex_symbol=r"\mathrm{logits}",
-        tex=r"\mathrm{logits} \leftarrow c \tanh(\mathrm{logits} / c)"),
-    "logits": _formula("logits", ("B", "L", "V"), "logits = X' W_vocab",
-        "How well each token of the vocabulary (column) would follow each token (row).", EMBEDDINGS,
-        made=("product", "final_normed|added|output|x", "W_vocab"), tex_symbol=r"\mathrm{logits}",
-        tex=r"\mathrm{logits} = X' W_{\mathrm{vocab}}"),
-    "probabilities": _formula("p", ("B", "L", "V"), "p = softmax(logits), row by row",
-        "How probable each token of the vocabulary (column) is after each token (row).", EMBEDDINGS,
-        made=("softmax", "logits"), tex=r"p = \mathrm{softmax}(\mathrm{logits})"),
     "normalised": _formula("O", ("B", "H", "Lq", "Dv"), "O_i ← O_i / l_i, for every block i",
         "Each row of blocks, divided by its softmax denominator at the end.", f"{FLASH2}, line 12",
         made=("normalise", "O", "l"), tex=r"O_i \leftarrow O_i / \ell_i"),
@@ -487,15 +445,15 @@ def _of_head_norm(letter: str, axes: tuple[str, ...], name: str, plural: str) ->
     }  # fmt: skip
 
 
-def _of_norm(prefix: str, letter: str, step: str, what: str) -> dict[str, Entry]:
+def _of_norm(prefix: str, letter: str, step: str, what: str, width: str = "E") -> dict[str, Entry]:
     """Return the entries for normalising the step ``step``; their names begin with ``prefix``."""
     gain, bias, mean, variance, square = (
         f"{prefix}{name}" for name in ("norm_gain", "norm_bias", "mean", "variance", "mean_square")
     )
-    normed, rows, each = f"{letter}'", ("B", "L", "E"), ("B", "L", "1")
+    normed, rows, each = f"{letter}'", ("B", "L", width), ("B", "L", "1")
     return {
-        gain: _symbol("g", ("E",), f"The gain of each entry of {what}.", BA),
-        bias: _symbol("b", ("E",), "Added after the normalisation.", BA),
+        gain: _symbol("g", (width,), f"The gain of each entry of {what}.", BA),
+        bias: _symbol("b", (width,), "Added after the normalisation.", BA),
         mean: _formula("μ", each, f"μ = mean of {letter}, row by row",
             f"The mean of each row of {what}.", BA, made=("mean", step), tex_symbol=r"\mu",
             tex=rf"\mu = \mathrm{{mean}}({letter})"),
@@ -521,7 +479,9 @@ def _of_norm(prefix: str, letter: str, step: str, what: str) -> dict[str, Entry]
 QUERY_AXES, KEY_AXES = ("B", "H", "Lq", "D"), ("B", "Hkv", "Lk", "D")
 VALUE_AXES = ("B", "Hkv", "Lk", "Dv")
 CATALOGUE |= (
-    {"output": CATALOGUE["head_output"]}
+    AROUND
+    | INSIDE
+    | {"output": CATALOGUE["head_output"]}
     | _of_projection("q", QUERY_AXES, "query", "queries", "what the token looks for", "normed|x")
     | _of_projection("k", KEY_AXES, "key", "keys", "what the token offers", "context|normed|x")
     | _of_projection(
@@ -530,6 +490,9 @@ CATALOGUE |= (
     | _of_head_norm("q", QUERY_AXES, "query", "queries")
     | _of_head_norm("k", KEY_AXES, "key", "keys")
     | _of_norm("", "X", "x", "what enters the layer")
+    | _of_norm("query_down_", "C_q", "query_down", "the queries' latents", "Cq")
+    | _of_norm("kv_down_", "c", "kv_down", "the latents", "C")
+    | _of_norm("index_down_", "K_I", "index_down", "the indexer's keys", "Di")
     | _of_norm("output_", "Y", "output", "what attention found")
     | _of_norm("added_", "Z", "added", "the residual stream")
     | _of_norm("parallel_", "X", "x", "what enters the layer")
@@ -537,21 +500,27 @@ CATALOGUE |= (
     | _of_norm("post_residual_", "R", "post_residual", "what leaves the feed-forward")
     | _of_norm("feed_forward_", "F", "feed_forward", "what the feed-forward made")
     | _of_norm("final_", "X", "embedded|residual*", "what leaves the last layer")
+    | _of_norm("head_", "X", "head", "what the head of masked tokens made")
 )
 
 
 def base_of(name: str) -> str:
-    """Return a step's name without its stage, the part in brackets: ``S`` for ``S[i=0,j=1]``."""
+    """Return a traced array's name without its stage in brackets: ``S`` for ``S[i=0,j=1]``."""
     return name.partition("[")[0]
 
 
 def beside(name: str, base: str) -> str:
-    """Return ``base`` with the stage of ``name``, its part in brackets: ``x[a]`` for ``q[a]``."""
+    """Return ``base`` with the stage of ``name`` in brackets.
+
+    For example, the name ``q[a]`` and the base ``x`` give ``x[a]``.
+    """
     return base + name[len(base_of(name)) :]
 
 
 def entry(name: str) -> Entry:
-    """Return the catalogue's entry for the step ``name``. An unknown step's symbol is its name.
+    """Return the catalogue's entry of the traced array ``name``.
+
+    For an array that the catalogue lacks, the entry has only the name.
 
     >>> entry("S[i=0,j=1]").symbol
     'S_ij'

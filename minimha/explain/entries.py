@@ -1,21 +1,28 @@
-"""The catalogue's entry of a step, with the formula adapted to the run."""
+"""Adapt the catalogue's formula of a traced array to the run that computed the array."""
 
 from collections.abc import Callable
 
-from minimha.explain.catalogue import Entry, base_of, beside, entry
+from minimha.explain.catalogue import base_of, beside, entry
+from minimha.explain.entry import Entry
 from minimha.explain.record import Record
 
 # Step → a symbol of its formula, and the normalised step that replaces it if present.
 NORMALISED = {
     "q": ("X", "normed"), "k": ("X", "normed"), "v": ("X", "normed"), "gate": ("X", "normed"),
-    "added": ("Y", "output_normed"), "residual": ("F", "feed_forward_normed"),
+    "qkv": ("X", "normed"), "g": ("X", "normed"), "delta_gate": ("X", "normed"),
+    "index_weights": ("X", "normed"), "added": ("Y", "output_normed"),
+    "residual": ("F", "feed_forward_normed"),
 }  # fmt: skip
+LATENT = {"q_rotated": "latent_q", "k_rotated": "latent_k", "v": "latent_v"}  # of latent attention
 Has = Callable[[str], bool]  # whether the run has a step of this name in the same stage
 LETTERS = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}  # in W_q, b_q
 
 
 def entry_of(record: Record, name: str) -> Entry:
-    """Return the catalogue's entry for the step ``name``, with its formula adapted to the run."""
+    """Return the catalogue's entry of the traced array ``name``, adapted to the run ``record``.
+
+    If the array is an input of this run, its formula is only its symbol.
+    """
     base = base_of(name)
 
     def has(other: str) -> bool:
@@ -32,8 +39,10 @@ def entry_of(record: Record, name: str) -> Entry:
 
 
 def _variation(name: str, has: Has, *, is_embedded: bool) -> Entry:
-    """Return the entry of ``name``, or of the variant that this run computes."""
+    """Return the catalogue's entry of ``name``, or of the variant that this run computes."""
     base = base_of(name)
+    if base == "output" and has("delta_gated"):
+        return entry("delta_output")
     if base == "output" and has("concat"):  # the heads' results, projected
         return entry("projected")
     if base == "output" and (not has("weights") or name == "output[tiled]"):
@@ -45,13 +54,15 @@ def _variation(name: str, has: Has, *, is_embedded: bool) -> Entry:
         return entry(f"{prefix}rms_normed")
     if base == "feed_forward" and has("expert_shares"):
         return entry("mixed")
+    if base in LATENT and has("latents_and_key"):
+        return entry(LATENT[base])
     if base == "logits" and has("uncapped_logits"):
         return entry("capped_logits")
     return entry(name)
 
 
 def _replacements(base: str, has: Has) -> dict[str, tuple[str, str]]:
-    """Return symbols in the catalogue's formula → replacements, in plain text and in TeX."""
+    """Map symbols in the catalogue's formula to their replacements in plain text and in TeX."""
     base = base.removesuffix("_combined")
     changes = {}
     if base == "row_sum" and has("sinks"):

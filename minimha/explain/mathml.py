@@ -1,4 +1,4 @@
-"""Conversion of the catalogue's TeX to MathML, which browsers show without fetching anything."""
+"""Convert the catalogue's TeX formulas to MathML, which browsers display without a library."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ OPERATORS = {
     "|": "‖", "sum": "∑", "times": "×", "to": "→", "in": "∈", "le": "≤", "ge": "≥", "mid": "|",
 }  # fmt: skip
 LETTERS = {
-    "alpha": "α", "ell": "ℓ", "sigma": "σ", "theta": "θ", "mu": "μ", "epsilon": "ε",
+    "alpha": "α", "beta": "β", "ell": "ℓ", "sigma": "σ", "theta": "θ", "mu": "μ", "epsilon": "ε",
     "varepsilon": "ε", "varphi": "φ", "Phi": "Φ",
 }  # fmt: skip
 NAMES = ("arccos", "cos", "exp", "log", "max", "min", "sin", "tanh")
@@ -29,7 +29,7 @@ def mathml(tex: str) -> str:
 
 
 class Tokens:
-    """A reader of a TeX formula that takes one token at a time."""
+    """An iterator over the tokens of a TeX formula that can look one token ahead."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens[::-1]
@@ -39,7 +39,7 @@ class Tokens:
             yield self._tokens.pop()
 
     def peek(self) -> str:
-        """Return the next token, or an empty string at the end."""
+        """Return the next token without removing it, or an empty string at the end."""
         return self._tokens[-1] if self._tokens else ""
 
     def take(self) -> str:

@@ -1,8 +1,8 @@
-"""The origin of each step: an operation on other steps of the same trace.
+"""Find how each traced array was computed: the operation and its operands.
 
-The catalogue names operation and steps (``Entry.made``). ``Origins`` finds the steps with these
-names, of the same batch entry and head, and computes the whole step from them. An origin that does
-not reproduce the step's numbers is discarded.
+For each step, the catalogue names an operation and its operands (``Entry.made``). ``Origins`` finds
+the operands among the steps of the same batch entry and head, and computes the step from them. If
+the result differs from the step's numbers, the step has no origin.
 """
 
 import math
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.explain.catalogue import QUERIES, base_of
+from minimha.explain.entry import FORMULA
 from minimha.explain.steps import Step
 
 Matrix = NDArray[Any]
@@ -28,7 +29,7 @@ def _plus(value: Matrix, other: Matrix | None) -> Matrix:
 
 
 def _finite(m: Matrix) -> Matrix:
-    """Return the maxima ``m``, with 0 for a row without a visible key."""
+    """Return the maxima ``m``, with 0 for rows without visible keys."""
     return np.where(np.isneginf(m), 0.0, m)
 
 
@@ -98,7 +99,9 @@ def _rotated(x: Matrix, cos: Matrix, sin: Matrix, layout: float) -> Matrix:
 
 
 def pairs(num_pairs: int, layout: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first and the second columns of pairs: RoPE's ``HALF_SPLIT`` or ``INTERLEAVED``.
+    """Return the columns of the first and of the second numbers in RoPE's pairs.
+
+    ``layout`` is ``HALF_SPLIT`` or ``INTERLEAVED``.
 
     >>> [columns.tolist() for columns in pairs(2, HALF_SPLIT)]
     [[0, 1], [2, 3]]
@@ -151,7 +154,7 @@ PRODUCTS = ("product", "running product")
 
 
 class Origin(NamedTuple):
-    """How a step is computed: an operation, its operands, and its constant if it has one."""
+    """The computation of a traced matrix: an operation, its operands, and its constant if any."""
 
     operation: str  # a key of ``OPERATIONS``
     # In the order of the operation's arguments; None for a missing optional argument.
@@ -163,7 +166,7 @@ class Origin(NamedTuple):
     constant: float | None = None
 
     def computed(self) -> Matrix:
-        """Compute the step again from its operands, in float64."""
+        """Return the step's numbers, computed from its operands in float64."""
         values = [None if s is None else np.asarray(s.value, np.float64) for s in self.operands]
         constant = [] if self.constant is None else [self.constant]
         with np.errstate(all="ignore"):
@@ -171,14 +174,17 @@ class Origin(NamedTuple):
             return np.asarray(OPERATIONS[self.operation](*values, *constant)) + added
 
     def hides(self, i: int, j: int) -> bool:
-        """Return whether key j is hidden from query i, so that a product ignores its NaN and ∞."""
+        """Return whether a mask hides key j from query i, so that key j's NaN and ∞ are ignored.
+
+        Return False if the operation is no product with attention weights.
+        """
         weights = self.operands[0]
         if self.operation not in PRODUCTS or weights is None or weights.hidden is None:
             return False
         return bool(weights.hidden[i, j])
 
     def _seen_alone(self, values: list[Matrix | None]) -> Matrix | float:
-        """Set nonfinite values of a product to 0; return what they add where they are visible."""
+        """Set nonfinite values of a product to 0; return their effect on rows that see them."""
         if self.operation not in PRODUCTS:
             return 0.0
         A, B = values[:2]
@@ -209,16 +215,18 @@ class Origins:
         return self._found[step]
 
     def follows(self, step: Step) -> bool:
-        """Return whether ``step`` is computed from any step of the run, according to the catalogue.
+        """Return whether ``step`` is computed from other steps, by an operation or its formula.
 
         A step of rows copied from another step counts as an input.
         """
+        if step.made == FORMULA:
+            return True
         operation, *names = step.made or ("rows",)
         sources = {name.strip("?<*") for part in names for name in part.split("|")}
         return operation != "rows" and not sources.isdisjoint(map(base_of, self.by_name))
 
     def _candidates(self, step: Step) -> Iterator[Origin]:
-        if not step.made:
+        if not step.made or step.made == FORMULA:
             return
         operation, *names = step.made
         if operation == "rows":
@@ -245,7 +253,7 @@ class Origins:
     def _operands(
         self, step: Step, operation: str, names: Sequence[str]
     ) -> tuple[Step | None, ...] | None:
-        """Return the steps for the names ``names``, or None if a required step is missing."""
+        """Return the steps called ``names``, or None if a required step is missing."""
         if operation == "concat":
             return tuple(self._all_heads(step, names[0])) or None
         if operation == "products":
@@ -264,12 +272,12 @@ class Origins:
         return next(found, None)
 
     def _all_heads(self, step: Step, name: str) -> list[Step]:
-        """Return all heads of the step named ``name``, with the batch entry of ``step``."""
+        """Return all heads of the step ``name`` in the batch entry of ``step``."""
         heads = next(self._named(step, name), ())
         return [head for head in heads if head.batch in (None, step.batch)]
 
     def _named(self, step: Step, names: str) -> Iterator[Sequence[Step]]:
-        """Yield the steps that ``a|b`` may name, likeliest first, with all batch entries and heads.
+        """Yield the steps that ``a|b`` may name, likeliest first, for all batch entries and heads.
 
         For ``[cross, step 1]``, steps of the same stage come first, then those of ``[cross]``, then
         those without a stage. ``m<`` is in the nearest earlier block, ``a*`` is the latest.
@@ -292,7 +300,7 @@ class Origins:
                     yield self.by_name[base + bracket]
 
     def _last_blocks(self, step: Step, names: Sequence[str]) -> Iterator[Step]:
-        """Yield, for each row of blocks, the steps ``names`` of its last block."""
+        """Yield the steps ``names`` of the last block in each row of blocks."""
         last: dict[str, str] = {}  # row of blocks → its last block
         for name in self.by_name:
             block = re.fullmatch(rf"{names[0]}(\[i=(\d+),j=\d+\])", name)
@@ -303,7 +311,7 @@ class Origins:
                 yield from (s for s in self.by_name[base + bracket] if _is_beside(s, step))
 
     def _rows(self, step: Step, names: str) -> Iterator[Origin]:
-        """Yield origins of ``step`` as rows of the steps ``names``, latest first."""
+        """Yield possible origins of ``step`` as rows of the steps ``names``, latest first."""
         for other in (s for steps in self._named(step, names) for s in steps):
             fits = other.value.ndim == 2 and other.value.shape[-1:] == step.value.shape[-1:]
             if fits and _is_beside(other, step):

@@ -1,11 +1,11 @@
-"""A trace as a workbook: each matrix is a labelled range, each computed cell a live formula.
+"""Export a trace as a spreadsheet, in which each computed cell is a live formula.
 
-Inputs are yellow: change one, and the sheet recomputes all that follows. Heads stand side by side,
-so the sheet reads downwards in the order of the computation. There are no macros.
+Each matrix is a labelled range, and inputs are yellow. If a reader changes an input, the sheet
+recomputes every cell that depends on it. Heads are side by side, and each step is below the steps
+before it. There are no macros.
 
-XlsxWriter is used, not openpyxl, because it stores a value with each formula: a preview, or a
-reader that computes nothing, shows the numbers too. Words are written as strings, so that a token
-such as ``=1+1`` is never a formula.
+The package XlsxWriter stores a value with each formula, which openpyxl does not, so previews show
+the numbers too. Words are written as strings, so a token such as ``=1+1`` is never a formula.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from minimha.explain import wording
 from minimha.explain.catalogue import beside
+from minimha.explain.entry import FORMULA
 from minimha.explain.labels import BLOCK, TOKEN_AXES
 from minimha.explain.numbers import as_matrix, needs_exponent
 from minimha.explain.origins import GELU, QUICK_GELU, RELU, RELU_SQUARED, SILU, Origin, pairs
@@ -38,6 +39,7 @@ HIDDEN = "-∞"  # text, which MAX and SUM pass over
 YELLOW, GREY = "#FFF2CC", "#666666"
 FRAME = {"border": 1, "border_color": "#BBBBBB", "align": "right"}
 LEGEND = "Yellow cells are given: change one, and everything below follows."
+FROZEN = "Numbers as they were exported: they do not follow a change above."
 INSTEAD = "export it with --format json, npz or csv"
 CELL_LIKE = re.compile(r"\d.*|[a-z]{1,3}\d+|r\d*c?\d*|c\d*", re.IGNORECASE)
 
@@ -45,7 +47,7 @@ Formula = Callable[[int, int], str]  # of entry (i, j)
 
 
 class Panel(NamedTuple):
-    """The place of a matrix in a sheet: its first row and column, counted from 0, and its size.
+    """The range of a matrix in a sheet: its first row and column, from 0, and its size.
 
     Along an axis of length 1, every index means the same cell, as in NumPy's broadcasting.
     """
@@ -61,16 +63,16 @@ class Panel(NamedTuple):
         return f"{_letters(self.left + (j if self.columns > 1 else 0))}{row + 1}"
 
     def row(self, i: int) -> str:
-        """Return the addresses of row i, such as ``B7:D7``."""
+        """Return the range of row i, such as ``B7:D7``."""
         return f"{self.cell(i, 0)}:{self.cell(i, self.columns - 1)}"
 
     def column(self, j: int) -> str:
-        """Return the addresses of column j, such as ``B7:B9``."""
+        """Return the range of column j, such as ``B7:B9``."""
         return f"{self.cell(0, j)}:{self.cell(self.rows - 1, j)}"
 
     @property
     def area(self) -> str:
-        """The addresses of all cells, such as ``B7:D9``."""
+        """The range of all cells, such as ``B7:D9``."""
         return f"{self.cell(0, 0)}:{self.cell(self.rows - 1, self.columns - 1)}"
 
 
@@ -78,7 +80,7 @@ Setting = Panel | float
 
 
 def _letters(column: int) -> str:
-    """The name of a column: 0 is A, 26 is AA."""
+    """Return the name of a column: 0 is A, 26 is AA."""
     more, letter = divmod(column, 26)
     return (_letters(more - 1) if more else "") + chr(ord("A") + letter)
 
@@ -88,7 +90,7 @@ def _product(i: int, j: int, x: Panel, W: Panel, b: Panel | None = None) -> str:
 
 
 def _products(i: int, j: int, x: Panel, *heads: Any) -> str:
-    """``heads`` are the matrix of each head, then the bias of each if any, then their number."""
+    """Return the formula; ``heads`` has each head's matrix, then each bias, then their number."""
     *parts, num_heads = heads
     head, column = divmod(j, parts[0].columns)
     return _product(i, column, x, parts[head], *parts[num_heads + head :: num_heads])
@@ -179,12 +181,14 @@ FORMULAS: dict[str, Callable[..., str]] = {
     "sum": _sum,
     "alibi": _alibi,
     "times": lambda i, j, x, y: f"{x.cell(i, j)}*{y.cell(i, j)}",
-    "sigmoid": lambda i, j, x, W, b: f"1/(1+EXP(-({_product(i, j, x, W, b)})))",
+    "sigmoid": lambda i, j, x, W, b=None: f"1/(1+EXP(-({_product(i, j, x, W, b)})))",
     "mean": lambda i, j, x: f"AVERAGE({x.row(i)})",
     "mean square": _mean_square,
     "norm": _norm,
     "activation": _activation,
     "rotated": _rotated,
+    "rms": lambda i, j, x, g: f"{x.cell(i, j)}/SQRT(SUMSQ({x.row(i)})/{x.columns})*{g.cell(i, j)}",
+    "block": lambda i, j, q, k, scale: f"{scale!r}*SUMPRODUCT({q.row(i)},{k.row(j)})",
     "unit": lambda i, j, x: f"IF(SUMSQ({x.row(i)})=0,0,{x.cell(i, j)}/SQRT(SUMSQ({x.row(i)})))",
     "cosine": _cosine,
     "tanh": _tanh,
@@ -193,11 +197,12 @@ FORMULAS: dict[str, Callable[..., str]] = {
 
 
 def as_workbook(trace: Trace, decimals: int) -> bytes:
-    """Return ``trace`` as an xlsx file; computed numbers are shown with ``decimals`` decimals.
+    """Return ``trace`` as an xlsx file.
 
-    The cells of blank steps are empty, and steps computed from them are numbers without formulas.
-    The extra ``sheets`` must be installed. ValueError is raised for traces that a sheet cannot
-    hold: blocks, more than 64 tokens, NaN, ∞, or a step whose operands or formula are missing.
+    ``decimals`` is the number of decimals of computed numbers. The cells of blank steps are empty,
+    and steps computed from them have no formulas. Raises ValueError if the extra ``sheets`` is not
+    installed, or if a sheet cannot hold the trace. These are traces with blocks, more than 64
+    tokens, NaN, ∞, or a step whose operands or formula are missing.
     """
     try:
         import xlsxwriter
@@ -218,7 +223,7 @@ def as_workbook(trace: Trace, decimals: int) -> bytes:
 
 
 def _check(trace: Trace) -> None:
-    """Refuse what a sheet cannot hold."""
+    """Raise ValueError if a sheet cannot hold the trace."""
     for step in trace.steps:
         if BLOCK.search(step.name):
             raise ValueError(
@@ -253,18 +258,18 @@ def _check(trace: Trace) -> None:
 
 
 def _stride(trace: Trace) -> int:
-    """Columns from one head to the next: those of the widest matrix and its labels."""
+    """Return the number of columns from one head to the next: the widest matrix and its labels."""
     return 1 + max(
         (as_matrix(step.value).shape[1] for step in trace.steps if step.place), default=0
     )
 
 
 def _check_origins(trace: Trace, origins: dict[str, Origin | None]) -> None:
-    """Refuse a computed step without a formula, or whose operands are not shown."""
+    """Raise ValueError for a computed step without formula, or with operands that are not shown."""
     for step in trace.steps:
         made = origins[step.title]
         has_formula = made is not None and made.operation in FORMULAS
-        if not has_formula and trace.origins.follows(step):
+        if not has_formula and trace.origins.follows(step) and step.made != FORMULA:
             raise ValueError(
                 f"{step.name} is computed from the steps before it, but a sheet has no formula "
                 f"for it: {INSTEAD}"
@@ -280,14 +285,14 @@ def _check_origins(trace: Trace, origins: dict[str, Origin | None]) -> None:
 
 
 def _without(blank: Collection[str], title: str, made: Origin | None) -> Origin | None:
-    """The origin of a step, or None where one of its heads or of their operands is ``blank``."""
+    """Return a step's origin, or None if one of its heads or of their operands is ``blank``."""
     names = {name.partition(",")[0] for name in blank}
     used = [title] if made is None else [title, *(s.title for s in made.operands if s is not None)]
     return None if names & {name.partition(",")[0] for name in used} else made
 
 
 class Matrix(NamedTuple):
-    """A matrix to write. ``formula`` returns the formula of an entry; None if entries are given."""
+    """A matrix to write; ``formula`` returns the formula of an entry, or is None for an input."""
 
     title: str
     place: str
@@ -295,10 +300,11 @@ class Matrix(NamedTuple):
     rows: Sequence[str] | None = None
     columns: Sequence[str] | None = None
     formula: Formula | None = None
+    is_given: bool = True  # if it has no formula
 
 
 class _Sheet:
-    """Writes a trace from top to bottom, and keeps the range of each matrix."""
+    """A writer of a trace from top to bottom, which keeps the range of each matrix."""
 
     def __init__(
         self, book: Any, trace: Trace, decimals: int, origins: dict[str, Origin | None],
@@ -315,7 +321,7 @@ class _Sheet:
         self.stride = _stride(trace)
 
     def write(self) -> None:
-        """Write the title, a line on what can be changed, and every step."""
+        """Write the title, a legend and all steps."""
         self._line(self.trace.example, bold=True)
         self._line(self.trace.source, font_color=GREY)
         self._line(wording.legend(self.trace), font_color=GREY)
@@ -331,7 +337,7 @@ class _Sheet:
         self.sheet.fit_to_pages(1, 0)
 
     def _story(self) -> None:
-        """Write out one cell, with numbers that do not follow a change."""
+        """Write the computation of one cell, as text that does not follow changes."""
         self.top += 1
         self._line(f"cell {self.trace.cell}, with the numbers as they were exported", bold=True)
         for written in story(self.trace, self.decimals):
@@ -343,11 +349,13 @@ class _Sheet:
         notes = list(dict.fromkeys(step.note for step in steps))
         if len(notes) > 1:
             notes = [f"{step.place}: {step.note}" for step in steps]
+        if steps[0].made == FORMULA:
+            notes.append(FROZEN)
         name, formula = steps[0].name, steps[0].formula
         self._band(name if formula == steps[0].symbol else f"{name}:  {formula}", notes, [
             Matrix(
                 step.title, step.place, step.value, step.rows, step.columns,
-                self._formula(step, setting),
+                self._formula(step, setting), step.made != FORMULA,
             )
             for step, setting in zip(steps, settings, strict=True)
         ])  # fmt: skip
@@ -363,7 +371,7 @@ class _Sheet:
         return lambda i, j: FORMULAS[made.operation](i, j, *operands, *setting)
 
     def _settings(self, steps: Sequence[Step]) -> list[tuple[Setting, ...]]:
-        """The further arguments of each step's formula; a scale and a mask are cells."""
+        """Return the further arguments of each step's formula; a scale and a mask are cells."""
         made, name = self.origins[steps[0].title], steps[0].name
         if made is None:
             return [()] * len(steps)
@@ -371,7 +379,7 @@ class _Sheet:
             return [(self._scale(beside(name, "scale"), steps),)] * len(steps)
         if made.operation == "mask":
             return [(panel,) for panel in self._visible(beside(name, "visible"), steps)]
-        if made.operation in ("rotated", "columns", "rows", "norm", "activation"):
+        if made.operation in ("rotated", "columns", "rows", "norm", "activation", "block"):
             found = [self.origins[step.title] for step in steps]
             return [((made and made.constant) or 0.0,) for made in found]
         if made.operation == "products":
@@ -388,7 +396,7 @@ class _Sheet:
         return self.panels[name]
 
     def _visible(self, name: str, steps: Sequence[Step]) -> list[Panel]:
-        """Write which keys each step's queries see, once if that is the same for all heads."""
+        """Write which keys each query attends to, once if all heads have the same mask."""
         seen = [np.isfinite(step.value) for step in steps]
         is_one = all(np.array_equal(seen[0], other) for other in seen)
         matrices = [
@@ -422,7 +430,7 @@ class _Sheet:
             self._label(self.top + i, left, label, indent=1)
         number_format = _number_format(values, self.decimals)
         is_blank = matrix.title in self.blank
-        is_given = matrix.formula is None and not is_blank
+        is_given = matrix.formula is None and matrix.is_given and not is_blank
         look = {"bg_color": YELLOW} if is_given else {"num_format": number_format}
         style = self._style(**FRAME, **look)
         for (i, j), value in np.ndenumerate(values):
@@ -477,7 +485,7 @@ class _Sheet:
         )  # fmt: skip
 
     def _name(self, title: str, panel: Panel) -> None:
-        """Give the range the name under which spreadsheets list it, ``weights_head_0``."""
+        """Name the range as spreadsheets list it, such as ``weights_head_0``."""
         name = re.sub(r"\W+", "_", title).strip("_")[:LONGEST_WORD]
         name = f"_{name}" if not name or CELL_LIKE.fullmatch(name) else name
         if name.casefold() not in self.names:
@@ -493,7 +501,7 @@ class _Sheet:
 
 
 def _number_format(values: NDArray[Any], decimals: int) -> str:
-    """As ``numbers.cells``, but with decimals for whole numbers, which may change in a sheet."""
+    """Return the number format of ``numbers.cells``, but with decimals for whole numbers too."""
     fixed = f"0.{'0' * decimals}" if decimals else "0"
     return f"{fixed}E+00" if needs_exponent(values, decimals) else fixed
 

@@ -1,4 +1,4 @@
-"""The computation of one cell as text, with the numbers of the trace.
+"""Write the computation of one cell as text, with the numbers of the trace.
 
     S[sat,cat] = 1·0 + 1·1 = 1
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minimha.explain.entry import FORMULA
 from minimha.explain.numbers import term
 from minimha.explain.origins import GELU, QUICK_GELU, RELU, RELU_SQUARED, SILU, Origin, pairs
 from minimha.explain.trace import Step, Trace
@@ -23,7 +24,7 @@ NO_FORMULA = ("hidden by the mask", "not hidden", "not rotated", NO_KEY)
 
 
 class Cell(NamedTuple):
-    """One cell of a step, with its index."""
+    """The cell of ``step`` at the index ``at``."""
 
     step: Step
     at: Index
@@ -35,7 +36,7 @@ class Cell(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """A token or a number for each axis, except axes of length 1."""
+        """The label or the index of the cell along each axis, except axes named "1"."""
         names = [self.step.rows, self.step.columns][-self.step.value.ndim :]
         axes = self.step.axes[-self.step.value.ndim :]
         return tuple(
@@ -46,7 +47,7 @@ class Cell(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The symbol and the labels: ``S[sat,cat]``."""
+        """The symbol and the labels, such as ``S[sat,cat]``."""
         return self.step.symbol + (f"[{','.join(self.labels)}]" if self.labels else "")
 
 
@@ -54,7 +55,7 @@ Cells = tuple[Cell, ...]
 
 
 class Say:
-    """A function that writes a cell's number, in the number format of the cell's matrix."""
+    """A function that formats a cell's number like the other numbers of its matrix."""
 
     def __init__(self, decimals: int) -> None:
         self.decimals = decimals
@@ -68,7 +69,11 @@ class Say:
 
 
 class Parts(NamedTuple):
-    """The cells that a cell is computed from, and the computation as text."""
+    """The cells from which a cell is computed, and the computation as text.
+
+    ``row`` and ``column`` are cells of the first and the second operand, and ``others`` further
+    cells.
+    """
 
     row: Cells
     column: Cells
@@ -77,7 +82,11 @@ class Parts(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The computation of one cell, as cells and as text."""
+    """The computation of one cell, as cells and as text.
+
+    ``row``, ``column`` and ``others`` are as in ``Parts``. ``text`` is the whole computation, and
+    ``right`` its part between the cell's name and its value.
+    """
 
     cell: Cell
     operation: str  # a key of ``origins.OPERATIONS``, or "given"
@@ -91,12 +100,17 @@ class Written(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The step's title, followed by the computation as text."""
+        """The title of the step, followed by the computation as text."""
         return f"{self.cell.step.title}: {self.text}"
 
 
+def how_of(step: Step) -> str:
+    """Return how a step without an origin came about: "computed" by its formula, or "given"."""
+    return "computed" if step.made == FORMULA else "given"
+
+
 def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
-    """Write out how the cell ``index`` of ``step``, a step of ``trace``, is computed.
+    """Return the computation of the cell ``index`` of ``step``, a step of ``trace``.
 
     >>> from minimha import attention
     >>> from minimha.explain.trace import token_labels
@@ -109,7 +123,7 @@ def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
     made, say, this = trace.origins[step], Say(decimals), Cell(step, index)
     value = say(this)
     if made is None:
-        return Written(this, "given", (), (), (), "", f"{this.text} = {value}, given")
+        return Written(this, "given", (), (), (), "", f"{this.text} = {value}, {how_of(step)}")
     i, j = (0, 0, *index)[-2:]
     parts = WRITERS[made.operation](Operands(made, i, j, say))
     if made.operation in ("mask", "block") and np.isneginf(this.value):
@@ -120,7 +134,7 @@ def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
 
 
 class Operands(NamedTuple):
-    """The operands from which the cell (i, j) of a step is computed, as cells and as text."""
+    """The operands of the cell (i, j) of a step, as cells and as text."""
 
     made: Origin
     i: int
@@ -132,7 +146,7 @@ class Operands(NamedTuple):
         return self.made.operands[n] if n < len(self.made.operands) else None
 
     def at(self, n: int, i: int | None = None, j: int | None = None) -> Cells:
-        """Return cell (i, j) of operand n, broadcast as in NumPy, or () without operand n."""
+        """Return cell (i, j) of operand n, broadcast as in NumPy; () if the operand is missing."""
         step = self.step(n)
         if step is None:
             return ()
@@ -146,7 +160,10 @@ class Operands(NamedTuple):
         return tuple(Cell(step, (i, d)) for d in range(step.value.shape[1]))
 
     def row_and_column(self) -> tuple[Cells, Cells]:
-        """Return the row and the column to multiply, without NaN and ∞ of hidden keys."""
+        """Return the row of operand 0 and the column of operand 1 that are multiplied.
+
+        Pairs of a hidden key whose number in the column is NaN or ∞ are left out.
+        """
         B = self.step(1)
         column = (Cell(B, (d, self.j)) for d in range(len(B.value)))
         pairs = zip(self.row(0), column, strict=True)
@@ -154,7 +171,7 @@ class Operands(NamedTuple):
         return tuple(a for a, _ in seen), tuple(b for _, b in seen)
 
     def constant(self) -> str:
-        """Return the operation's constant, such as the scale, as text."""
+        """Return the constant of the operation, such as the scale, as text."""
         value = self.made.constant or 0.0
         return _factor(term(np.array(value), self.say.decimals)(value))
 
@@ -163,7 +180,7 @@ class Operands(NamedTuple):
         return [_factor(self.say(cell)) for cell in cells]
 
     def sum(self, cells: Cells, form: str = "{}") -> str:
-        """Return the sum of ``cells`` as text, with each number written in ``form``."""
+        """Return the sum of ``cells`` as text; ``form`` formats each number."""
         terms = [form.format(number) for number in self.numbers(*cells)]
         return _joined(terms, [abs(cell.value) for cell in cells])
 
@@ -174,7 +191,7 @@ class Operands(NamedTuple):
         return _joined(terms, [abs(a.value * b.value) for a, b in pairs]) or "0"
 
     def length(self, cells: Cells) -> str:
-        """Return the length of the vector ``cells`` as text: the root of the sum of its squares."""
+        """Return the Euclidean length of the vector ``cells`` as text: √(a² + b² + …)."""
         return f"√({self.sum(cells, '{}²')})"
 
 
@@ -185,7 +202,7 @@ def _factor(number: str) -> str:
 def _joined(
     terms: Sequence[str], sizes: Sequence[float], by: str = " + ", few: bool = False
 ) -> str:
-    """Return the terms joined by ``by``; if there are too many, only the largest, with ellipses.
+    """Return the terms joined by ``by``; of too many terms, only the largest, with ellipses.
 
     With ``few``, only the ``FEW`` largest are written, and the number of the others.
     """
@@ -313,7 +330,7 @@ def _total(x: Operands) -> Parts:
 
 
 def _block_of(x: Operands, i: int) -> tuple[int, int]:
-    """Return the first operand and the row of the block that has row ``i`` of all blocks."""
+    """Return the number of the first operand, and the row in it, of row ``i`` of all blocks."""
     n = 0
     while i >= len(x.step(n).value):
         i, n = i - len(x.step(n).value), n + 2

@@ -76,6 +76,9 @@ def test_examples_lists_every_document_with_source_and_sentence(run):
         ("example gpt2", "gpt2: The cat sat, a layer of GPT-2"),
         ("example bert", "bert: [CLS] the cat sat [SEP], a layer of BERT"),
         ("example llama", "llama: The cat sat, a layer of LLaMA"),
+        ("example gpt-oss", "gpt-oss: The quick brown fox jumps, a layer of gpt-oss"),
+        ("example deepseek-v3.2", "deepseek-v3.2: The quick brown fox jumps, a layer of DeepSeek"),
+        ("example qwen3-next", "qwen3-next: The cat sat, two layers of Qwen3-Next"),
         ("example --rope", "3 tokens: The cat sat, 2 heads, rotary positions"),
         ("example --cross", "5 tokens: Le garçon entraîne le chiot, attending to The boy trains"),
         ("example --tokens 1 --cross oui", "1 token: Attention, attending to oui, 2 heads"),
@@ -349,10 +352,11 @@ def test_attend_takes_csv_files(run, numbers):
 def test_attend_takes_every_option_as_a_flag(run, numbers, tmp_path):
     (tmp_path / "mask.csv").write_text("1,1,0\n1,1,1\n1,1,1\n")
     (tmp_path / "bias.csv").write_text("0,1,0\n-inf,0,0\n0,0,2\n")
+    (tmp_path / "picks.csv").write_text("0,1\n1,-1\n1,2\n")
     flags = (
         "--causal --q-offset 1 --window 2,none --attn-mask mask.csv --attn-bias bias.csv "
         "--kv-lengths 2 --alibi-slopes 0.5 --scale -0.7 --softcap 1.5 --sinks=-1 --return-lse "
-        "--backend dense"
+        "--key-indices picks.csv --backend dense"
     )
     found = {s["name"]: s["value"] for s in steps(run, f"{numbers} {flags}")}
     q, k, v = ([[1, 0], [0, 1], [1, 1]], [[1, 0], [1, 1], [0, 1]], [[1, 0], [0, 2], [3, 1]])
@@ -360,10 +364,11 @@ def test_attend_takes_every_option_as_a_flag(run, numbers, tmp_path):
         q, k, v, is_causal=True, q_offset=1, window_size=(2, None),
         attn_mask=np.array([[1, 1, 0], [1, 1, 1], [1, 1, 1]], bool),
         attn_bias=[[0, 1, 0], [-np.inf, 0, 0], [0, 0, 2]], kv_lengths=2, alibi_slopes=[0.5],
-        scale=-0.7, softcap=1.5, sinks=[-1], return_lse=True,
+        scale=-0.7, softcap=1.5, sinks=[-1], return_lse=True, key_indices=[[0, 1], [1, -1], [1, 2]],
     )  # fmt: skip
     np.testing.assert_array_equal(found["output"], output)
     np.testing.assert_array_equal(found["lse"], lse)
+    np.testing.assert_array_equal(found["picked"], [[1, 1, 0], [0, 1, 0], [0, 1, 1]])
     assert {"scaled", "capped", "biased", "masked", "weights"} <= set(found)
 
 
@@ -775,6 +780,8 @@ BAD_LINES = [
     ("attend --q q.csv --k k.csv --v v.csv --window 1", "expected LEFT,RIGHT, two whole numbers"),
     ("attend --q q.csv --k k.csv --v v.csv --sinks a", "expected numbers separated by commas"),
     ("attend --q q.csv --k k.csv --v v.csv --kv-lengths 1.5", "expected whole numbers separated"),
+    ("attend --q q.csv --k k.csv --v v.csv --key-indices half.csv",
+     "--key-indices holds 0.5: expected whole numbers"),
     ("attend missing.json", "missing.json cannot be read: No such file or directory"),
     ("attend missing.npz", "missing.npz cannot be read: No such file or directory"),
     ("attend q.csv", "q.csv ends in '.csv': expected a .json, .npz or .zarr file"),
@@ -864,7 +871,7 @@ BAD_LINES = [
     ("flash --tokens 99", "argument --tokens: expected a whole number from 1 to 12"),
     ("sizes --preset gpt5", "preset is 'gpt5': expected one of BERT-Base, BERT-Large, GPT-2 Small"),
     ("sizes --preset gpt3 --length 2049", "length is 2049 but GPT-3 was made for at most 2048"),
-    ("sizes --length 8193", "--length is 8193 but no preset takes more than 8192 tokens"),
+    ("sizes --length 262145", "--length is 262145 but no preset takes more than 262144 tokens"),
     ("sizes --length 0", "argument --length: expected a whole number from 1 to 1048576, got '0'"),
     ("sizes --dtype int8", "argument --dtype: invalid choice: 'int8'"),
     ("lab scales", "no experiment 'scales' (did you mean scale?): there are scale, similarity"),
@@ -889,7 +896,8 @@ NPY_OF_8_TB = b"\x93NUMPY\1\0\x76\0" + NPY_OF_8_TB.ljust(117) + b"\n"
 @pytest.fixture
 def bad_files(tmp_path, numbers):
     texts = {
-        "ragged.csv": "1,2\n3\n", "empty.csv": "\n", "text.csv": "1,2\ncat,3\n",
+        "ragged.csv": "1,2\n3\n", "empty.csv": "\n", "half.csv": "0\n0.5\n1\n",
+        "text.csv": "1,2\ncat,3\n",
         "v2.csv": "1,0\n0,2\n", "q1.csv": "1\n2\n3\n", "k2.csv": "1,1,1\n1,2,1\n1,1,1\n",
         "broken.json": '{"q": [', "list.json": "[1]", "lacks.json": '{"q": [[1]], "k": [[1]]}',
         "unknown.json": '{"q": [[1]], "k": [[1]], "v": [[1]], "dropout": 0.1}',

@@ -62,6 +62,7 @@ CHOICES = {  # later than the others, so that these keep their numbers
     "--query --cell --only --model --sentences --format --output",
     "next": "",
     "heads": "--model --sentences",
+    f"{ATTEND} --causal": "--key-indices",
 }
 
 

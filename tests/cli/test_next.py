@@ -252,6 +252,30 @@ def test_a_model_that_does_not_fit_into_memory_is_named(run, tmp_path, monkeypat
     assert "the weights of m do not fit into memory" in refused(run, "next", "w3", "--model", "m")
 
 
+def test_a_message_is_put_into_the_chat_template(run, tmp_path):
+    pytest.importorskip("jinja2", reason="jinja2, which renders the template, is missing")
+    own_model(tmp_path / "m", plain.gpt2_tensors(np.random.default_rng(0)))
+    line = "next", "w3 w5", "--model", "m"
+    assert "m has no chat template: expected chat_template" in refused(run, *line, "--chat")
+    template = "w7 {% for m in messages %}{{ m.content }} w9{% endfor %}"
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    whole = "w7 w3 w5 w9", "--model", "m"
+    for options in ([], ["--generate", "4"], ["--lens"], ["--all"], ["--trace"]):
+        found, wanted = (
+            exported(run, *line[1:], "--chat", *options),
+            exported(run, *whole, *options),
+        )
+        for key in ("words", "generated", "positions", "layers", "steps"):
+            assert found.get(key) == wanted.get(key)
+    answer = exported(run, *whole, "--generate", "4", "--top-k", "1")["generated"]
+    out = shown(run, *line, "--chat", "--generate", "4", "--top-k", "1")
+    assert out.split() == answer
+    template = "{{ raise_exception('roles must alternate') }}"
+    (tmp_path / "m" / "chat_template.jinja").write_text(template)
+    out = refused(run, *line, "--chat")
+    assert "chat_template.jinja cannot be rendered: roles must alternate" in out
+
+
 BAD = [
     (["the kitten sat"], "129 words: 'kitten' (nearest: kitchen, then, "),
     ([" "], "TEXT is empty"),
@@ -270,6 +294,7 @@ BAD = [
     (["the", "--format", "npz"], "npz holds the steps and not the words alone: add --trace"),
     (["the", "--all", "--format", "svg"], "--all has no picture"),
     (["the", "--model", "nowhere"], "expected one with config.json, or a .gguf file"),
+    (["the", "--chat"], "--chat needs a model with a chat template: a model that ships has none"),
     (["the", "--model", "none"], "none has no tokenizer (in a folder, tokenizer.json)"),
 ]
 

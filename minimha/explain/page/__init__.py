@@ -1,8 +1,9 @@
-"""A trace as an interactive page: point at a cell, and the page shows its computation.
+"""Export a trace as an interactive HTML page, which shows the computation of any cell.
 
-The page is one file and sends no requests. It embeds all numbers of a small run. Of a large run it
-embeds only the inputs, and recomputes the rest by operations that the module ``origins`` checks. It
-also recomputes the steps that follow when the reader changes an input, the scale or the mask.
+The page is one file and sends no requests. It embeds all numbers of a small run. Of a large run, it
+embeds only the inputs and computes the rest from them, by operations that the module ``origins``
+has checked. If the reader changes an input, the scale or the mask, the page recomputes all steps
+that depend on it.
 """
 
 import base64
@@ -25,6 +26,7 @@ from minimha.explain.origins import Origin
 from minimha.explain.page.overview import charts, links, places
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
+from minimha.explain.written import how_of
 
 LARGEST = 2**21  # embedded numbers: about 8 MB
 SMALL = 2**16  # a run with at most this many numbers is embedded whole, exactly
@@ -32,9 +34,10 @@ SCRIPTS = ("operations.js", "numbers.js", "changes.js", "words.js", "page.js")
 
 
 def page(trace: Trace, decimals: int) -> str:
-    """Return an HTML page of ``trace``; numbers that are not whole get ``decimals`` decimals.
+    """Return an interactive HTML page of ``trace``.
 
-    ValueError is raised if the trace has too many numbers to embed.
+    ``decimals`` is the number of decimals of numbers that are not whole. Raises ValueError if the
+    trace has too many numbers to embed.
     """
     made = _needed(trace)
     number = {step: n for n, step in enumerate(made)}
@@ -96,6 +99,7 @@ def _record(
         record["stale"] = how is None and (
             trace.origins.follows(step) or step.base in ("difference", "kept")
         )
+        record["how"] = how_of(step)
         if how is None or is_small:
             record["at"] = at
             embedded.append(np.asarray(step.value, np.float64).ravel())
@@ -120,7 +124,7 @@ def _record(
 
 
 class Tables:
-    """The labels, masks and stages of a page, each stored once. Steps refer to their indices."""
+    """Tables of the labels, masks and stages of a page; a step refers to their entries by index."""
 
     def __init__(self) -> None:
         self.labels: list[Sequence[str]] = []
@@ -128,15 +132,19 @@ class Tables:
         self.parts: list[str] = []
 
     def label(self, labels: Sequence[str] | None) -> int | None:
-        """Return the index of ``labels``, stored if they are new; None if there are none."""
+        """Store ``labels`` if they are new, and return their index; return None for None."""
         return None if labels is None else _number(self.labels, labels)
 
     def part(self, step: Step) -> int:
-        """Store the stage of ``step`` if it is new, and return its index."""
+        """Store the stage of ``step``, as in ``q[encoder]``, if it is new, and return its index."""
         return _number(self.parts, step.stage)
 
     def mask(self, step: Step) -> dict[str, int | None]:
-        """Map "offset" to a causal mask's offset, or "pattern" to the index of any other mask."""
+        """Return the mask of ``step``, in which hidden keys have the score -∞.
+
+        For a causal mask, "offset" is the last key that query 0 sees, and "pattern" is None. For
+        any other mask, "pattern" is its index, and "offset" is None.
+        """
         hidden = np.isneginf(np.atleast_2d(step.value))
         offset = int((~hidden[0]).sum()) - 1
         if hidden.any() and (hidden == np.triu(np.ones_like(hidden), offset + 1)).all():
@@ -144,7 +152,7 @@ class Tables:
         return {"offset": None, "pattern": self.pattern(hidden)}
 
     def pattern(self, hidden: NDArray[np.bool_]) -> int:
-        """Store the mask ``hidden``, True = hidden, if it is new, and return its index."""
+        """Store the mask ``hidden`` (True for hidden keys) if it is new, and return its index."""
         return _number(self.patterns, base64.b64encode(np.packbits(hidden).tobytes()).decode())
 
 
@@ -195,7 +203,7 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
 def _groups(
     shown: Sequence[Step], number: Mapping[Step, int], records: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the facts that all heads of a name share, and set ``group`` in each record."""
+    """Return the facts that all heads of a step share, and set ``group`` in each record."""
     groups = []
     for n, name in enumerate(dict.fromkeys(step.name for step in shown)):
         steps = [step for step in shown if step.name == name]
@@ -221,7 +229,7 @@ def _printed(step: Step) -> Iterator[str]:
 def _changes(
     made: Mapping[Step, Origin | None], records: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the scale and mask, which readers may change, and set ``scales`` in each record."""
+    """Return the scale and mask that readers may change, and set ``scales`` in each record."""
     hows = [how for how in made.values() if how is not None]
     rescaled = {s for how in hows if how.operation == "scale" for s in how.operands}
     # Scores that are also used undivided are rescaled themselves.

@@ -180,6 +180,7 @@ const columnLabel = (step, j) =>
 function labels(step, i, j) {
   if (step.shape.length === 0) return [];
   if (step.shape.length === 1) return [step.columnLabels === null ? j : columnLabel(step, j)];
+  if (step.axes.at(-2) === "1") return [columnLabel(step, j)];
   return isColumn(step) ? [rowLabel(step, i)] : [rowLabel(step, i), columnLabel(step, j)];
 }
 
@@ -192,7 +193,7 @@ function nameOf(step, i, j) {
 function written(n, i, j) {
   const step = T.steps[n], value = said(matrix(n), i, j), name = nameOf(step, i, j);
   if (step.blank) return { text: `${name} is yours to find`, used: [] };
-  if (!step.made) return { text: `${name} = ${value}, given`, used: [] };
+  if (!step.made) return { text: `${name} = ${value}, ${step.how}`, used: [] };
   const operation = OPERATIONS[step.made.operation], hidden = hiddenIn(step, true);
   const { text, fate, used } = operation.write(i, j, operandsOf(step, true), constantOf(step, true), hidden);
   const isScaled = step.scales === "product" && changes.factor !== 1;
