@@ -12,15 +12,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_kit", description="Build a GPU kit.")
     add = parser.add_subparsers(required=True).add_parser("build").add_argument
     add("folder", type=Path)
-    add("--arch", default="90", help="compute capability without its dot (default 90, an H200)")
+    about_arch = "compute capability without its dot (default 90, an H200)"
+    add("--arch", type=int, default=90, help=about_arch)
     add("--sample", action="store_true", help="a few kernels of each rung, for a first look")
     add("--stand-in", action="store_true", help="for the tests' stand-in for a GPU, not for a GPU")
     args = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from gpu_kit import build
 
-    cc = int(args.arch[:-1]), int(args.arch[-1])
-    build.build(args.folder, cc, args.sample, args.stand_in)
+    build.build(args.folder, divmod(args.arch, 10), args.sample, args.stand_in)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ sanitize() {
   worst=0
   for tool in memcheck racecheck synccheck; do
     compute-sanitizer --target-processes all --tool $tool --error-exitcode 9 \
-      --log-file "$OUT/$tool.txt" $python "$here/check.py" --runs 1 --only "${ONLY:-D=64}"
+      --log-file "$OUT/$tool.txt" $python "$here/check.py" --runs 1 --no-times --only "${ONLY:-D=64}"
     ended=$?
     tail -n 1 "$OUT/$tool.txt"
     [ $ended = 0 ] || worst=$ended

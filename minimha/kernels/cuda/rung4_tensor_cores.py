@@ -258,6 +258,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         row = i_start + first_row + (lane >> 2)
         sink = ptx.ld_global_nc_f32(o.sinks + 4 * h)
         L_at = L + 4 * o.Lq * (b * o.H + h)
+        cuda.syncwarp()  # then all lanes have read these rows of Q_i, and no other warp reads them
         finish(lane, row, first_row, Q_i, O_i, m_i, l_i, unit, sink, o, L_at)
         store(lane, first_row, Q_i, O_at, 2 * O.row, o.Lq - i_start)
 
