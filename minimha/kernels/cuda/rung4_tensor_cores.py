@@ -167,11 +167,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     step = np.int32(B_c)  # in 32 bits, like the numbers computed from j
     stage = B_c * W * 2  # bytes of a tile of K or V
     hides_keys, alignment = options.hide_keys, fragments.ALIGNMENT
-    block, place, first = (
-        block_of(B_r, 4 * stored),
-        fragments.lane_and_row(tiles),
-        fragments.first_chunk(tiles),
-    )
+    block, place, first = block_of(B_r), fragments.lane_and_row(tiles), fragments.first_chunk(tiles)
     prefetch, store = fragments.prefetch_tile(tiles), fragments.store_tile(tiles)
     multiply_keys, multiply_values = fragments.mma_keys(tiles), fragments.mma_values(tiles)
     visible_in = masks.visible_bits(tiles, options)

@@ -163,7 +163,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     S_size, P_size, O_size = B_c // 2, B_c // 4, W // 2  # registers of a thread
     Q_bytes, stage = warpgroups.tile_bytes(B_r, W), warpgroups.tile_bytes(B_c, W)
     hides_keys = options.hide_keys
-    block, place = block_of(B_r, 4 * stored), fragments.lane_and_row(tiles)
+    block, place = block_of(B_r), fragments.lane_and_row(tiles)
     store = fragments.store_tile(tiles)
     start_keys, start_values = warpgroups.start_keys(tiles), warpgroups.start_values(tiles)
     wait_for_S, wait_for_older_S = (ptx.wgmma_wait_group(n, S_size) for n in range(2))

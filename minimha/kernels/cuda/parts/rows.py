@@ -9,7 +9,6 @@ from minimha.kernels.cuda.parts import device
 
 GLOBAL_F32 = (ptx.ld_global_nc_f32, ptx.ld_global_nc_v2_f32, ptx.ld_global_nc_v4_f32)
 GLOBAL_U32 = (ptx.ld_global_nc_u32, ptx.ld_global_nc_v2_u32, ptx.ld_global_nc_v4_u32)
-CACHE = 16 << 20  # bytes: a third of the L2 cache of an H100, less than half of an A100's
 SHARED_F32 = (ptx.ld_shared_f32, ptx.ld_shared_v2_f32, ptx.ld_shared_v4_f32)
 
 
@@ -19,32 +18,28 @@ def row_address(X, b, h, i, itemsize):
     return X.address + uint64((b * X.batch + h * X.head + i * X.row) * itemsize)
 
 
-def block_of(B_r: int, key_bytes: int) -> Any:
+def block_of(B_r: int) -> Any:
     """Return a device function that returns which B_r queries a thread block computes.
 
     It returns the first query, the query head, the batch entry and the key/value head. The last
     queries of a causal problem see the most keys, so the blocks that compute them start first:
-    those of all heads whose keys and values fit into ``CACHE`` bytes together, then the blocks of
-    earlier queries of these heads. A key and its value have ``key_bytes`` bytes.
+    those of ``o.at_once`` heads, whose keys and values fit into the L2 cache together, then the
+    blocks of earlier queries of these heads.
     """
 
     @device
     def block(o):
         row_blocks, number = uint32((o.Lq + B_r - 1) // B_r), uint32(cuda.blockIdx.x)
-        # Not //, which branches in case it divides by 0. Results of a branch take registers of each
-        # thread. Results before a branch, such as these numbers, take registers of the warp only.
-        heads, group = ptx.div_u32(cuda.gridDim.x, row_blocks), ptx.div_u32(o.H, o.Hkv)
-        fitting = ptx.div_u32(CACHE // key_bytes, max(uint32(o.Lk), uint32(1))) * group
-        at_once = min(max(fitting, group), heads)
-        first_head = ptx.div_u32(number, at_once * row_blocks) * at_once
+        # Not //, which branches in case it divides by 0. Results of a branch, or of a minimum on
+        # sm_80, take registers of each thread. These numbers take registers of the warp only.
+        first_head = ptx.div_u32(number, o.at_once * row_blocks) * o.at_once
         number -= first_head * row_blocks
-        at_once = min(at_once, heads - first_head)
-        from_last = ptx.div_u32(number, at_once)
-        head = first_head + number - from_last * at_once
+        from_last = ptx.div_u32(number, o.at_once)
+        head = first_head + number - from_last * uint32(o.at_once)
         b = ptx.div_u32(head, o.H)
         h = int32(head - b * uint32(o.H))
         i_start = int32((row_blocks - 1 - from_last) * B_r)
-        return i_start, h, int32(b), int32(ptx.div_u32(h, group))
+        return i_start, h, int32(b), int32(ptx.div_u32(h, ptx.div_u32(o.H, o.Hkv)))
 
     return block
 
