@@ -32,7 +32,6 @@ from minimha.equations.problem import Problem
 from minimha.kernels.options import NO_BIAS, NO_MASK, Options, options
 
 WIDEST = 256  # numbers of a row of O that a rung can keep in registers
-CACHE = 16 << 20  # bytes: a third of the L2 cache of an H100, less than half of an A100's
 
 
 class DeviceArray(NamedTuple):
@@ -83,14 +82,12 @@ class Numbers(NamedTuple):
     ``q_offset`` and ``kv_lengths`` are addresses of (B,) int64, ``slopes`` and ``sinks`` of (H,)
     float32. If absent, ``slopes`` (the address) and ``softcap`` are 0, and the sinks are -inf. A
     side of the window without a bound has ``left`` or ``right`` = ``visibility.UNBOUNDED``.
-    ``at_once`` is the number of query heads whose thread blocks start together (``heads_at_once``).
     """
 
     H: int
     Hkv: int
     Lq: int
     Lk: int
-    at_once: int
     left: int
     right: int
     q_offset: int
@@ -137,7 +134,7 @@ class ArrayAt(NamedTuple):
 ROWS = types.NamedTuple([types.uint64, *[types.int64] * 3], Rows)
 PAIRS = types.NamedTuple([types.uint64, *[types.int64] * 4], Pairs)
 NUMBERS = types.NamedTuple(
-    [*[types.int32] * 5, *[types.int64] * 2, *[types.uint64] * 4, *[types.float32] * 2], Numbers
+    [*[types.int32] * 4, *[types.int64] * 2, *[types.uint64] * 4, *[types.float32] * 2], Numbers
 )
 ADDRESSES = (ROWS, ROWS, ROWS, PAIRS, PAIRS, NUMBERS, ROWS, types.uint64)
 
@@ -150,7 +147,7 @@ PLACED_NUMBERS = types.NamedTuple([*NUMBERS.types, *[types.int64] * 3], PlacedNu
 PLACED_ADDRESSES = (*ADDRESSES[:5], PLACED_NUMBERS, *ADDRESSES[6:])
 
 PLACEHOLDERS = Arguments(
-    NO_ROWS, NO_ROWS, NO_ROWS, NO_PAIRS, NO_PAIRS, Numbers(*[0] * 13), NO_ROWS, 0
+    NO_ROWS, NO_ROWS, NO_ROWS, NO_PAIRS, NO_PAIRS, Numbers(*[0] * 12), NO_ROWS, 0
 )  # for launches that are compiled but not started
 
 
@@ -327,19 +324,6 @@ def as_arrays(
     return Arrays(q, k, v, mask, bias, o, O, L)
 
 
-def heads_at_once(B: int, H: int, Hkv: int, size: int) -> int:
-    """Return how many of B · H query heads start together, so that the L2 cache holds their keys.
-
-    It is a divisor of B · H, and a multiple of the query heads that share keys. ``size`` is the
-    number of bytes of one head's keys and values; at most ``CACHE`` bytes are shared out.
-
-    >>> heads_at_once(4, 16, 4, 2 << 20)
-    32
-    """
-    most = min(CACHE // max(size, 1), B * Hkv)
-    return next((n for n in range(most, 0, -1) if B * Hkv % n == 0), 1) * (H // max(Hkv, 1))
-
-
 def as_addresses(
     problem: Problem,
     given: Mapping[str, DeviceArray],
@@ -361,10 +345,8 @@ def as_addresses(
     o = options(problem)
     q_offset, kv_lengths, slopes, sinks = put([o.q_offset, o.kv_lengths, o.slopes, o.sinks])
     (_, H, Lq, _), (_, Hkv, Lk, _) = problem.q.shape, problem.k.shape
-    key_bytes = (given["k"].shape[-1] + given["v"].shape[-1]) * problem.dtype.itemsize
-    at_once = heads_at_once(problem.k.shape[0], H, Hkv, Lk * key_bytes)
     numbers: Any = Numbers(
-        H=H, Hkv=Hkv, Lq=Lq, Lk=Lk, at_once=at_once, left=o.left, right=o.right, q_offset=q_offset,
+        H=H, Hkv=Hkv, Lq=Lq, Lk=Lk, left=o.left, right=o.right, q_offset=q_offset,
         kv_lengths=kv_lengths, slopes=slopes if o.slopes.size else 0, sinks=sinks,
         scale=o.scale, softcap=o.softcap,
     )  # fmt: skip

@@ -41,7 +41,7 @@ from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device, fragments, nonfinite
 from minimha.kernels.cuda.parts import mask as masks
 from minimha.kernels.cuda.parts import online_softmax as softmax
-from minimha.kernels.cuda.parts.rows import block_of, row_address
+from minimha.kernels.cuda.parts.rows import block_of, grid_of, row_address
 
 ROW_UNIT = 4  # bytes, of which rows in memory are a multiple: see ``row_width``
 WARPS = 4
@@ -116,10 +116,9 @@ def launches(
     """
     made_for = variant(problem, B_c)
     kernel_arguments.check_alignment(arguments, made_for.stored, 2)
-    B, H, Lq, _ = problem.q.shape
-    if B * Lq == 0:
+    if problem.q.shape[0] * problem.q.shape[2] == 0:
         return []
-    grid = (-(-Lq // blocks(made_for)[0]) * H * B, 1, 1)
+    grid = grid_of(problem, blocks(made_for)[0], 4 * made_for.stored)
     function, shared = kernel(made_for), shared_bytes(made_for)
     launch = Launch(function, kernel_arguments.ADDRESSES, grid, THREADS, shared)
     return [(launch, arguments)]

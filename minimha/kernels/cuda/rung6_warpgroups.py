@@ -51,7 +51,7 @@ from minimha.kernels.cuda.parts import device, fragments, nonfinite, pipeline, w
 from minimha.kernels.cuda.parts import mask as masks
 from minimha.kernels.cuda.parts import online_softmax as softmax
 from minimha.kernels.cuda.parts.pipeline import release, wait_until_full
-from minimha.kernels.cuda.parts.rows import block_of, row_address
+from minimha.kernels.cuda.parts.rows import block_of, grid_of, row_address
 from minimha.kernels.cuda.rung4_tensor_cores import Variant, variant
 
 ROW_UNIT = rung4_tensor_cores.ROW_UNIT
@@ -112,13 +112,12 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
     """Return the launch that computes ``problem``, or no launch if there is no query."""
     made_for = variant(problem)
     kernel_arguments.check_alignment(arguments, made_for.stored, 2)
-    B, H, Lq, _ = problem.q.shape
-    if B * Lq == 0:
+    if problem.q.shape[0] * problem.q.shape[2] == 0:
         return []
     B_r, _ = blocks(made_for)
     launch = Launch(
-        kernel(made_for), kernel_arguments.ADDRESSES, (-(-Lq // B_r) * H * B, 1, 1), threads(B_r),
-        shared_bytes(made_for), is_arch_specific=True,
+        kernel(made_for), kernel_arguments.ADDRESSES, grid_of(problem, B_r, 4 * made_for.stored),
+        threads(B_r), shared_bytes(made_for), is_arch_specific=True,
     )  # fmt: skip
     return [(launch, arguments)]
 

@@ -9,7 +9,7 @@ import emulator
 import ml_dtypes
 from numba import cuda, float32, types, uint64
 
-from minimha.equations.problem import Problem
+from minimha.equations.problem import Problem, stand_in
 from minimha.equations.visibility import sees
 from minimha.kernels.cuda import arguments
 from minimha.kernels.cuda import ptx as instructions
@@ -167,7 +167,7 @@ def test_a_score_with_its_options(name):
     memory = emulator.Arena()
     given = np.concatenate([x.view(np.uint8) for x in (s, added, is_odd)])
     at, to = memory.put(given), memory.put(np.zeros(32, np.float32))
-    o = arguments.Numbers(1, 1, 1, 32, 1, 0, 0, 0, 0, 0, 0, 1.0, 2.0)
+    o = arguments.Numbers(1, 1, 1, 32, 0, 0, 0, 0, 0, 0, 1.0, 2.0)
     signature = (types.uint64, types.uint64, arguments.NUMBERS)
     launch = Launch(kernel, signature, (1, 1, 1), 32)
     emulator.run(launch, (at, to, o), memory)
@@ -206,22 +206,24 @@ def test_full_tiles_are_those_that_every_query_sees():
 @pytest.mark.parametrize("Lk", [0, 1000, 6000, 100_000])
 def test_blocks_of_the_heads_that_fit_into_the_cache_start_from_the_last_queries(Lk):
     """Three batch entries of six heads over two; a key and its value have 1024 bytes."""
-    B, H, Hkv, Lq, B_r = 3, 6, 2, 300, 128
-    block = rows.block_of(B_r)
+    B, H, Hkv, Lq, B_r, D = 3, 6, 2, 300, 128, 256
+    q, k = (stand_in((B, heads, L, D), np.float16) for heads, L in ((H, Lq), (Hkv, Lk)))
+    grid, block = rows.grid_of(Problem.of(q, k, k), B_r, 4 * D), rows.block_of(B_r)
 
     def kernel(to, o):
         place = block(o)
+        first = cuda.blockIdx.x + cuda.gridDim.x * (
+            cuda.blockIdx.y + cuda.gridDim.y * cuda.blockIdx.z
+        )
         for x in range(4):
-            at = to + uint64(16 * cuda.blockIdx.x + 4 * x)
-            instructions.st_global_u32(at, place[x])
+            instructions.st_global_u32(to + uint64(16 * first + 4 * x), place[x])
 
     memory, count = emulator.Arena(), B * H * 3
     to = memory.put(np.zeros((count, 4), np.uint32))
-    at_once = {0: 18, 1000: 18, 6000: 6, 100_000: 3}[Lk]  # heads, in groups of three
-    assert arguments.heads_at_once(B, H, Hkv, Lk * 1024) == at_once
-    o = arguments.Numbers(H, Hkv, Lq, Lk, at_once, 0, 0, 0, 0, 0, 0, 1.0, 0.0)
-    launch = Launch(kernel, (types.uint64, arguments.NUMBERS), (count, 1, 1), 32)
+    o = arguments.Numbers(H, Hkv, Lq, Lk, 0, 0, 0, 0, 0, 0, 1.0, 0.0)
+    launch = Launch(kernel, (types.uint64, arguments.NUMBERS), grid, 32)
     emulator.run(launch, (to, o), memory)
+    at_once = {0: 18, 1000: 18, 6000: 6, 100_000: 3}[Lk]  # heads, in groups of three
     expected = [
         (i_start, head % H, head // H, head % H // 3)
         for first in range(0, B * H, at_once)

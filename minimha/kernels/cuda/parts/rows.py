@@ -4,11 +4,13 @@ from typing import Any
 
 from numba import cuda, int32, uint32, uint64
 
+from minimha.equations.problem import Problem
 from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device
 
 GLOBAL_F32 = (ptx.ld_global_nc_f32, ptx.ld_global_nc_v2_f32, ptx.ld_global_nc_v4_f32)
 GLOBAL_U32 = (ptx.ld_global_nc_u32, ptx.ld_global_nc_v2_u32, ptx.ld_global_nc_v4_u32)
+CACHE = 16 << 20  # bytes: a third of the L2 cache of an H100, less than half of an A100's
 SHARED_F32 = (ptx.ld_shared_f32, ptx.ld_shared_v2_f32, ptx.ld_shared_v4_f32)
 
 
@@ -18,27 +20,35 @@ def row_address(X, b, h, i, itemsize):
     return X.address + uint64((b * X.batch + h * X.head + i * X.row) * itemsize)
 
 
+def grid_of(problem: Problem, B_r: int, key_bytes: int) -> tuple[int, int, int]:
+    """Return the grid in which ``block_of`` finds its place: heads, blocks of queries, and parts.
+
+    A part is a number of heads whose keys and values the L2 cache holds together. It divides B · H,
+    and is a multiple of the query heads that share keys. A key and its value have ``key_bytes``
+    bytes.
+    """
+    (B, H, Lq, _), (_, Hkv, Lk, _) = problem.q.shape, problem.k.shape
+    most = min(CACHE // max(Lk * key_bytes, 1), B * Hkv)
+    heads = H // Hkv * next((n for n in range(most, 0, -1) if B * Hkv % n == 0), 1)
+    return heads, -(-Lq // B_r), B * H // heads
+
+
 def block_of(B_r: int) -> Any:
     """Return a device function that returns which B_r queries a thread block computes.
 
-    It returns the first query, the query head, the batch entry and the key/value head. The last
-    queries of a causal problem see the most keys, so the blocks that compute them start first:
-    those of ``o.at_once`` heads, whose keys and values fit into the L2 cache together, then the
-    blocks of earlier queries of these heads.
+    It returns the first query, the query head, the batch entry and the key/value head. A GPU starts
+    the blocks along the first axis of ``grid_of`` first. The last queries of a causal problem see
+    the most keys, so their blocks start first, and those of all heads in a part start together.
     """
 
     @device
     def block(o):
-        row_blocks, number = uint32((o.Lq + B_r - 1) // B_r), uint32(cuda.blockIdx.x)
+        head = uint32(cuda.blockIdx.z) * uint32(cuda.gridDim.x) + uint32(cuda.blockIdx.x)
         # Not //, which branches in case it divides by 0. Results of a branch, or of a minimum on
         # sm_80, take registers of each thread. These numbers take registers of the warp only.
-        first_head = ptx.div_u32(number, o.at_once * row_blocks) * o.at_once
-        number -= first_head * row_blocks
-        from_last = ptx.div_u32(number, o.at_once)
-        head = first_head + number - from_last * uint32(o.at_once)
         b = ptx.div_u32(head, o.H)
         h = int32(head - b * uint32(o.H))
-        i_start = int32((row_blocks - 1 - from_last) * B_r)
+        i_start = int32((uint32(cuda.gridDim.y) - 1 - uint32(cuda.blockIdx.y)) * B_r)
         return i_start, h, int32(b), int32(ptx.div_u32(h, ptx.div_u32(o.H, o.Hkv)))
 
     return block
