@@ -31,6 +31,7 @@ from minimha.check.candidate import TIMEOUT, Candidate
 from minimha.check.conditions import sizes
 from minimha.check.page import as_text
 from minimha.check.problems import Graded, graded, layer_problems
+from minimha.check.problems_delta import delta_problems
 from minimha.check.report import Report
 from minimha.check.target import split
 from minimha.check.verdict import judge
@@ -76,7 +77,9 @@ def check(
         The library whose conventions the function follows. "minimha" calls it as
         ``minimha.attention``. "torch", "flex_attention", "flash_attention",
         "flash_attention_varlen", "flash_attention_paged", "transformers", "jax", "keras" and "onnx"
-        use that library's layout, arguments and masks.
+        use that library's layout, arguments and masks. "gated_delta_rule" calls it as
+        ``minimha.gated_delta_rule``, and "fla" as flash-linear-attention and transformers call
+        theirs.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
         The dtype of queries, keys and values.
     is_layer : bool, default False
@@ -140,9 +143,11 @@ def check(
         None if max_heads is None else integer("max_heads", max_heads, low=1),
         flag("is_square", is_square),
     )
-    if is_layer and limits != Limits():
+    is_delta_rule = translation.DIALECTS[speaks].is_delta_rule
+    if (is_layer or is_delta_rule) and limits != Limits():
         raise ValueError(
-            "head_dims, multiple_of, max_heads and is_square are for functions, not for layers"
+            "head_dims, multiple_of, max_heads and is_square are for attention functions, not for "
+            "layers and delta rules"
         )
     limits.check()
     if isinstance(function, str):
@@ -158,7 +163,10 @@ def check(
         # Other libraries' functions have no packed sequences, pages or functions of scores.
         asked = Asking(lambda new: [], tried, seed, limits, arranges=speaks == "minimha")
         with _asker(function, timeout, some, progress, is_layer=is_layer) as asked.ask:
-            asked.run(layer_problems(tried) if is_layer else graded(tried))
+            if is_delta_rule:
+                asked.run(delta_problems(seed))
+            else:
+                asked.run(layer_problems(tried) if is_layer else graded(tried))
         first = first or (asked.answers, tried)
         if any(answer.refusal is None for answer in asked.answers.values()):
             first = asked.answers, tried
@@ -244,7 +252,7 @@ def assert_attention(
 
 def _widths(problems: Iterable[Graded]) -> str:
     """Return a clause on the sizes of problems, or "" if all are problems for layers."""
-    tried = [sizes(problem.arguments) for problem in problems if problem.layer is None]
+    tried = [sizes(problem.arguments) for problem in problems if problem.is_attention]
     if not tried:
         return ""
     D, Lk = (sorted({s[name] for s in tried}) for name in ("D", "Lk"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 Function = Callable[..., Any]
 
@@ -96,3 +98,35 @@ def hooked(function: Function) -> Function:
         return output.swapaxes(1, 2)
 
     return call
+
+
+def called_in_turn(asks_state: str, axis: int = 2) -> Callable[[Function], Function]:
+    """Adapt a delta rule to ``chunks``: successive calls, each of which gets the last one's state.
+
+    ``asks_state`` is the argument with which the rule returns its state too. Tokens are along
+    ``axis`` of q, k, v, g and beta.
+    """
+
+    def adapted(function: Function) -> Function:
+        def call(
+            q: Any, k: Any, v: Any, g: Any, beta: Any, chunks: Sequence[int] = (), **options: Any
+        ) -> Any:
+            if not chunks:
+                return results(function(q, k, v, g=g, beta=beta, **options))[0]
+            outputs: list[Any] = []
+            for start, count in zip(np.cumsum([0, *chunks[:-1]]).tolist(), chunks, strict=True):
+                tokens = (slice(None),) * axis + (slice(start, start + count),)
+                part = [x[tokens] for x in (q, k, v, g, beta)]
+                asked = {**options, asks_state: True}
+                output, state = results(function(*part[:3], g=part[3], beta=part[4], **asked))
+                options["initial_state"] = state
+                outputs.append(output)
+            if hasattr(outputs[0], "detach"):
+                import torch
+
+                return torch.cat(outputs, axis)
+            return np.concatenate(outputs, axis)
+
+        return call
+
+    return adapted

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minimha.check import expanded
-from minimha.check.problems import Graded, _Draw, _kept
+from minimha.check.problems import Draw, Graded, kept
 
 FAMILY = "arranged"
 KINDS = {  # what a problem shows, by the option that it is about
@@ -43,7 +43,7 @@ def arranged(seed: int = 0, D: int = 8) -> tuple[Graded, ...]:
         *_functions(seed, D), *_packed(seed, D), *_paged(seed, D), *_both(seed, D),
         *_picked(seed, D), *_scaled(seed, D),
     )  # fmt: skip
-    return tuple(_kept(problem) for problem in problems)
+    return tuple(kept(problem) for problem in problems)
 
 
 def kinds_of(problem: Graded) -> list[str]:
@@ -55,7 +55,7 @@ def _problem(name: str, kind: str, given: dict[str, Any]) -> Graded:
     return Graded(f"{kind}: {name}", given, KINDS[kind], family=FAMILY)
 
 
-def _options(draw: _Draw, on: tuple[str, ...], H: int, lengths: Any) -> dict[str, Any]:
+def _options(draw: Draw, on: tuple[str, ...], H: int, lengths: Any) -> dict[str, Any]:
     """Return the options ``on``; ``lengths`` are those that ``kv_lengths`` hold."""
     options = {
         "is_causal": True, "window_size": (3, 1), "kv_lengths": lengths, "softcap": 1.25,
@@ -89,7 +89,7 @@ def _functions(seed: int, D: int) -> Iterator[Graded]:
 def _with_function(
     seed: int, D: int, kind: str, name: str, function: Any, on: tuple[str, ...], offset: Any
 ) -> Graded:
-    draw = _Draw(f"{kind} {name} {seed}")
+    draw = Draw(f"{kind} {name} {seed}")
     B, H, Lq, Lk = 2, 4, 9 if offset is None else 5, 9
     given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, D, Hkv=2 if "groups" in on else H)
     given |= _options(draw, on, H, np.array([6, 8]))
@@ -112,7 +112,7 @@ def _packed(seed: int, D: int) -> Iterator[Graded]:
         rows = [(), *CROSSED] if words == "more keys" else [(), ("is_causal",), ("groups",)]
         for on in rows:
             name = ", ".join([words, *on])
-            draw = _Draw(f"packed {name} {seed}")
+            draw = Draw(f"packed {name} {seed}")
             H, Hkv = 4, 2 if "groups" in on else 4
             given: dict[str, Any] = draw.qkv(1, H, int(sum(QUERIES)), int(sum(keys)), D, Hkv=Hkv)
             given |= {"cu_seqlens_q": _starts(QUERIES), "cu_seqlens_k": _starts(keys)}
@@ -122,7 +122,7 @@ def _packed(seed: int, D: int) -> Iterator[Graded]:
             yield _problem(name, "cu_seqlens_q", given)
 
 
-def _pool(draw: _Draw, size: int, H: int, Hkv: int, D: int, *, shares: bool) -> dict[str, Any]:
+def _pool(draw: Draw, size: int, H: int, Hkv: int, D: int, *, shares: bool) -> dict[str, Any]:
     """Return queries, a pool of pages in any order, and the table of each entry's pages."""
     number = -(-int(IN_PAGES.max()) // size)
     table = draw.rng.permutation(3 * number + 1)[: 3 * number].reshape(3, number)
@@ -139,7 +139,7 @@ def _paged(seed: int, D: int) -> Iterator[Graded]:
         rows: list[tuple[str, ...]] = [(), ("shares",), ("is_causal",)]
         for on in rows if size != 16 else [*rows, *CROSSED[1:]]:
             name = ", ".join([f"pages of {size}", *on])
-            draw = _Draw(f"paged {name} {seed}")
+            draw = Draw(f"paged {name} {seed}")
             given = _pool(draw, size, 4, 2 if "groups" in on else 4, D, shares="shares" in on)
             given |= _options(draw, on, 4, IN_PAGES - 3)
             if "window_size" in given:
@@ -157,7 +157,7 @@ def _both(seed: int, D: int) -> Iterator[Graded]:
             if not paged and not some:
                 continue
             words = [*(["pages of 16"] if paged else []), *some]
-            draw = _Draw(f"both {words} {seed}")
+            draw = Draw(f"both {words} {seed}")
             given = _pool(draw, 16, 4, 2, D, shares=False) if paged else {}
             keys = IN_PAGES if paged else KEYS
             packed = draw.qkv(1, 4, int(sum(QUERIES)), int(sum(KEYS)), D, Hkv=2)
@@ -179,7 +179,7 @@ def _picked(seed: int, D: int) -> Iterator[Graded]:
         ("kv_lengths, return_lse", ("kv_lengths", "return_lse"), 6, 2),
     )
     for name, on, K, most in rows:
-        draw = _Draw(f"picked {name} {seed}")
+        draw = Draw(f"picked {name} {seed}")
         B, H, Lq, Lk, Hkv = 2, 4, 5, 9, 2 if "groups" in on else 4
         given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, D, Hkv=Hkv)
         given |= _options(draw, on, H, np.array([6, 8]))
@@ -211,18 +211,16 @@ def _scaled(seed: int, D: int) -> Iterator[Graded]:
         ("scale, softcap", ("scale", "softcap"), (2, 4, 9)),
     )
     for name, on, shape in rows:
-        draw = _Draw(f"scaled {name} {seed}")
+        draw = Draw(f"scaled {name} {seed}")
         given: dict[str, Any] = draw.qkv(2, 4, 9, 9, D, Hkv=2 if "groups" in on else 4)
         yield _scaled_problem(name, draw, given | _options(draw, on, 4, np.array([6, 8])), shape)
     for size in PAGES[:2]:
-        draw = _Draw(f"scaled pages of {size} {seed}")
+        draw = Draw(f"scaled pages of {size} {seed}")
         given = _pool(draw, size, 4, 2, D, shares=False)
         yield _scaled_problem(f"pages of {size}", draw, given, given["k"].shape[:3])
 
 
-def _scaled_problem(
-    name: str, draw: _Draw, given: dict[str, Any], shape: tuple[int, ...]
-) -> Graded:
+def _scaled_problem(name: str, draw: Draw, given: dict[str, Any], shape: tuple[int, ...]) -> Graded:
     for X in "kv":
         given[X] = draw.rng.integers(-128, 128, given[X].shape, np.int8)
         given[f"{X}_scale"] = np.exp2(draw.rng.integers(-7, -4, shape)).astype(np.float32)

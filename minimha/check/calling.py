@@ -211,7 +211,8 @@ def check_layout(layout: str, speaks: str, *, is_layer: bool = False) -> None:
     """
     if sorted(layout) != sorted(LAYOUT):
         raise ValueError(f"layout is {layout!r}: expected the letters B, H, L and D in some order")
-    if layout != LAYOUT and (is_layer or not translation.DIALECTS[speaks].heads_first):
+    dialect = translation.DIALECTS[speaks]
+    if layout != LAYOUT and (is_layer or dialect.is_delta_rule or not dialect.heads_first):
         what = "a layer" if is_layer else f"a function that speaks {speaks}"
         raise ValueError(f"layout is {layout!r}: {what} has a layout of its own")
 
@@ -227,10 +228,9 @@ def _check_device(device: str, arrays: str) -> None:
 
 
 def arguments_of(problem: Graded) -> Mapping[str, Any]:
-    """Return a problem's arguments for ``Caller``; a layer's problem includes the matrices."""
-    if problem.layer is None:
-        return problem.arguments
-    return {**problem.arguments, **problem.layer, "chunks": list(problem.chunks)}
+    """Return a problem's arguments for ``Caller``: with a layer's matrices, and with calls."""
+    calls = {"chunks": list(problem.chunks)} if problem.chunks or problem.layer else {}
+    return {**problem.arguments, **(problem.layer or {}), **calls}
 
 
 def numbers_of(value: Any) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from minimha.check.catalogue_delta import OF_DELTA
 from minimha.check.catalogue_layers import OF_LAYERS
 from minimha.check.deviation import Deviation, stage
 
@@ -534,6 +535,7 @@ _ALL = [
         ("output_in_bfloat16", "The output is added up in bfloat16.", "Accumulate it in float32."),
     ),
     *OF_LAYERS,
+    *OF_DELTA,
     *stage("run", ALWAYS,
         ("not_deterministic", "Two runs differ.", "Look for dropout, or for a race."),
         ("runs_differ_bitwise", "Two runs differ in their last bits.",

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from minimha.check.conditions import ARRANGED, GROUPED, OPTIONS, conditions
 from minimha.check.prepared import Prepared
-from minimha.check.problems import Graded, _Draw, _kept
+from minimha.check.problems import Draw, Graded, kept
 from minimha.check.wrong_attention import deviate
 from minimha.equations.problem import Problem
 
@@ -77,7 +77,7 @@ def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
     Lk += sizes.unit if sizes.unit > 1 and "many keys" in on else 0
     step = max(1, Lk // 10)
     Lq = _num_queries(on, sizes, Lk)
-    draw = _Draw(f"crossed {seed} {sizes} {sorted(on)}")
+    draw = Draw(f"crossed {seed} {sizes} {sorted(on)}")
     Dv = sizes.D // 2 + 1 if "wide values" in on else sizes.D
     given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, sizes.D, Dv, Hkv, spread=1.3)
     first = _first_query(on, Lq, Lk, step)
@@ -115,7 +115,7 @@ def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
     family, shows = "alone", "one option or shape alone"
     if on not in alone():
         family, shows = "crossed", "whether one option is read beside another, or at a shape"
-    return _kept(Graded(f"crossed: {name}", given, shows, family=family))
+    return kept(Graded(f"crossed: {name}", given, shows, family=family))
 
 
 def _num_queries(on: Switches, sizes: Sizes, Lk: int) -> int:

@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 LARGEST = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.4e38}
-REQUIRED = ("q", "k", "v", "x", "W_q", "W_k", "W_v", "W_o", "num_heads")  # not options
+REQUIRED = ("q", "k", "v", "g", "beta", "x", "W_q", "W_k", "W_v", "W_o", "num_heads")  # not options
 EIGHT = {"Lq": 8, "Lk": 8, "D": 8}  # sizes of problems with V = I
 MANY = 301  # keys: not divisible by any usual block size
 
@@ -42,7 +42,13 @@ class Graded:
     is_exact: bool = False  # scores, scaled or not, are representable in the dtype
     layer: Mapping[str, Any] | None = None  # the constructor's arguments of a layer
     chunks: tuple[int, ...] = ()  # the number of tokens of each call with a cache
-    family: str = ""  # "alone", "crossed" or "sized" if each run draws new numbers
+    # "alone", "crossed", "sized" or "delta rule" if each run draws new numbers.
+    family: str = ""
+
+    @property
+    def is_attention(self) -> bool:
+        """Return whether it is a problem for attention, not for a layer or the delta rule."""
+        return self.layer is None and "beta" not in self.arguments
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,6 +56,11 @@ class Graded:
         given = {**self.arguments, **(self.layer or {})}
         options = {name: x for name, x in given.items() if name not in REQUIRED}
         return {**options, "cache": self.chunks} if self.chunks else options
+
+
+def is_given(name: str, value: Any) -> bool:
+    """Return whether an option is given: not None, and not False unless its default is True."""
+    return value is not None and (value is not False or name == "normalize")
 
 
 def graded(dtype: str = "float32") -> list[Graded]:
@@ -74,13 +85,13 @@ def _graded(dtype: str) -> tuple[Graded, ...]:
     )  # fmt: skip
     problems = [problem for family in families for problem in family()]
     return tuple(
-        replace(_kept(problem), is_exact=problem.is_exact and _has_exact_scores(problem, dtype))
+        replace(kept(problem), is_exact=problem.is_exact and _has_exact_scores(problem, dtype))
         for problem in problems
         if all(_is_representable(problem.arguments[name], dtype) for name in "qkv")
     )
 
 
-def _kept(problem: Graded) -> Graded:
+def kept(problem: Graded) -> Graded:
     """Make the problem's arrays read-only, because all callers share them."""
     for x in (*problem.arguments.values(), *(problem.layer or {}).values()):
         if isinstance(x, np.ndarray):
@@ -96,7 +107,7 @@ def layer_problems(dtype: str = "float32") -> list[Graded]:
 
 @cache
 def _graded_layers() -> tuple[Graded, ...]:
-    return tuple(map(_kept, _layers()))
+    return tuple(map(kept, _layers()))
 
 
 def _has_exact_scores(problem: Graded, dtype: str) -> bool:
@@ -112,7 +123,7 @@ def _is_representable(x: Array, dtype: str) -> bool:
     return bool((mantissa == np.round(mantissa)).all() and abs(x).max(initial=0) <= LARGEST[dtype])
 
 
-class _Draw:
+class Draw:
     """Random numbers of one problem, seeded by its name, so that problems are independent."""
 
     def __init__(self, name: str) -> None:
@@ -147,7 +158,7 @@ def _problem(name: str, shows: str, arguments: Mapping[str, Any], **options: Any
 
 def _drawn(name: str, shows: str, sizes: Mapping[str, Any], **options: Any) -> Graded:
     """Return a problem with random numbers; ``sizes`` are the arguments of ``qkv``."""
-    return _problem(name, shows, _Draw(name).qkv(**sizes), **options)
+    return _problem(name, shows, Draw(name).qkv(**sizes), **options)
 
 
 def _chosen(name: str, shows: str, q: Any, k: Any, v: Any, **options: Any) -> Graded:
@@ -165,7 +176,7 @@ def _plain() -> Iterator[Graded]:
     sizes = {"B": 2, "H": 3, "Lq": 4, "Lk": 4, "D": 5}
     yield _drawn("heads and batch, square", "heads moved to their place and back", sizes)
     yield _drawn("narrow values", "Dv other than D", {"H": 2, "Dv": 3})
-    draw, shows = _Draw("grouped heads"), "which key/value head is read"
+    draw, shows = Draw("grouped heads"), "which key/value head is read"
     yield _problem("grouped heads", shows, draw.qkv(H=6, Hkv=3))
     yield _problem("grouped heads, square", shows, draw.qkv(H=4, Hkv=2, Lq=6, Lk=6))
     yield _drawn("scale", "the argument scale", {"H": 2, "Lq": 6, "Lk": 6}, scale=0.3125)
@@ -184,7 +195,7 @@ def _identity(size: int, heads: int = 1) -> Array:
 
 def _related() -> Iterator[Graded]:
     """Yield problems whose answers follow from that of "one head" in all conventions."""
-    x = _Draw("one head").qkv()
+    x = Draw("one head").qkv()
     order = np.random.default_rng(3).permutation(7)
     permuted = {"q": x["q"], "k": x["k"][:, :, order], "v": x["v"][:, :, order]}
     yield _problem("keys permuted", "whether the order of keys matters", permuted)
@@ -219,7 +230,7 @@ def _causal() -> Iterator[Graded]:
         {"B": 2, "Lq": 3, "Lk": 8}, q_offset=np.array([1, 4]),
     )  # fmt: skip
     yield causal("causal, 64 tokens", "sizes that suit tiles", {"Lq": 64, "Lk": 64, "D": 16})
-    square = {**_Draw("causal weights").qkv(**EIGHT), "v": _identity(8)}
+    square = {**Draw("causal weights").qkv(**EIGHT), "v": _identity(8)}
     yield _problem("causal weights", "which keys each query sees: V = I", square, is_causal=True)
     few = {**square, "q": square["q"][:, :, :4]}
     yield _problem(
@@ -243,7 +254,7 @@ def _low_scores(name: str, shows: str, visible: Array, **options: Any) -> Graded
     scores = np.where(visible, -160 - 2 * ((rows + keys) % 3 == 0), 0)
     q, k = 16 * np.eye(len(visible), 16), np.zeros((visible.shape[1], 16))
     k[:, : len(visible)] = scores.T / 4  # scale · q is 4
-    return _chosen(name, shows, q, k, _Draw(name).numbers(visible.shape[1], 16), **options)
+    return _chosen(name, shows, q, k, Draw(name).numbers(visible.shape[1], 16), **options)
 
 
 def _windows() -> Iterator[Graded]:
@@ -264,22 +275,22 @@ def _windows() -> Iterator[Graded]:
 
 
 def _masks() -> Iterator[Graded]:
-    draw = _Draw("mask")
+    draw = Draw("mask")
     yield _problem("mask", "what True means", draw.qkv(Lq=6, Lk=6), attn_mask=draw.mask(6, 6))
-    draw = _Draw("mask for each head")
+    draw = Draw("mask for each head")
     square, each = draw.qkv(2, 2, Lq=6, Lk=6), draw.mask(2, 2, 6, 6)
     yield _problem("mask for each head", "a mask's axes", square, attn_mask=each)
     padding = np.array([[1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]], bool)[:, None, None]
     yield _drawn("mask over keys", "padding as a mask", {"B": 2, "H": 2}, attn_mask=padding)
-    draw = _Draw("mask, causal")
+    draw = Draw("mask, causal")
     square = draw.qkv(Lq=6, Lk=6)
     mask = draw.mask(6, 6) | np.eye(6, dtype=bool)
     yield _problem("mask, causal", "two that hide", square, attn_mask=mask, is_causal=True)
-    draw = _Draw("mask weights")
+    draw = Draw("mask weights")
     square = {**draw.qkv(**EIGHT), "v": _identity(8)}
     shows = "which keys each query sees: V = I"
     yield _problem("mask weights", shows, square, attn_mask=draw.mask(8, 8))
-    mask = _Draw("mask, low scores").mask(6, 6)
+    mask = Draw("mask, low scores").mask(6, 6)
     shows = "whether keys are hidden for good"
     yield _low_scores("mask, low scores", shows, mask, attn_mask=mask)
 
@@ -302,17 +313,17 @@ def _lengths() -> Iterator[Graded]:
 
 
 def _biases() -> Iterator[Graded]:
-    draw = _Draw("bias")
+    draw = Draw("bias")
     square = draw.qkv(Lq=6, Lk=6)
     yield _problem("bias", "what is added to scores", square, attn_bias=draw.numbers(6, 6))
-    draw = _Draw("bias for each head")
+    draw = Draw("bias for each head")
     square, each = draw.qkv(2, 2, Lq=6, Lk=6), draw.numbers(2, 2, 6, 6)
     yield _problem("bias for each head", "a bias's axes", square, attn_bias=each)
-    draw = _Draw("bias that hides")
+    draw = Draw("bias that hides")
     bias = np.where(draw.mask(5, 7), draw.numbers(5, 7), np.float32(-np.inf))
     yield _problem("bias that hides", "-inf in a bias", draw.qkv(H=2), attn_bias=bias)
     slopes = np.array([0.5, 0.25, 0.125], np.float32)
-    draw = _Draw("ALiBi")
+    draw = Draw("ALiBi")
     square = draw.qkv(H=3, Lq=6, Lk=6)
     yield _problem("ALiBi", "distances", square, alibi_slopes=slopes)
     yield _problem("ALiBi, causal", "distances", square, alibi_slopes=slopes, is_causal=True)
@@ -324,22 +335,22 @@ def _biases() -> Iterator[Graded]:
 
 def _caps_and_sinks() -> Iterator[Graded]:
     yield _drawn("softcap", "soft-capped scores", {"H": 2, "spread": 1.75}, softcap=2.0)
-    draw = _Draw("softcap and bias")
+    draw = Draw("softcap and bias")
     inputs, bias = draw.qkv(spread=1.75, Lq=6, Lk=6), draw.numbers(6, 6, spread=1.75)
     yield _problem(
         "softcap and bias", "their order", inputs, softcap=1.5, attn_bias=bias
     )  # fmt: skip
-    draw = _Draw("softcap and mask")
+    draw = Draw("softcap and mask")
     inputs, mask = draw.qkv(spread=1.75, Lq=6, Lk=6), draw.mask(6, 6)
     yield _problem("softcap and mask", "their order", inputs, softcap=2.5, attn_mask=mask)
     wide = {"spread": 1.75, "Lq": 6, "Lk": 6}
     yield _drawn("softcap, causal", "their order", wide, softcap=2.5, is_causal=True)
-    draw = _Draw("sinks")
+    draw = Draw("sinks")
     inputs, sinks = draw.qkv(H=3), np.array([1.5, -1.0, 4.0], np.float32)
     yield _problem("sinks", "scores without a value", inputs, sinks=sinks)
     shows = "what a sink adds to the log-sum-exp"
     yield _problem("sinks, log-sum-exp", shows, inputs, sinks=sinks, return_lse=True)
-    draw = _Draw("sinks, causal")
+    draw = Draw("sinks, causal")
     square, sinks = draw.qkv(H=2, Lq=6, Lk=6), np.array([0.5, 2.0], np.float32)
     shows = "scores without a value"
     yield _problem("sinks, causal", shows, square, sinks=sinks, is_causal=True)
@@ -352,7 +363,7 @@ def _caps_and_sinks() -> Iterator[Graded]:
 
 
 def _rows_that_see_nothing() -> Iterator[Graded]:
-    draw = _Draw("mask that hides rows")
+    draw = Draw("mask that hides rows")
     inputs, mask = draw.qkv(H=2, Lq=6, Lk=6), draw.mask(6, 6)
     mask[[1, 4]] = False
     yield _problem("mask that hides rows", "rows that see nothing", inputs, attn_mask=mask)
@@ -360,12 +371,12 @@ def _rows_that_see_nothing() -> Iterator[Graded]:
     yield _problem("bias that hides rows", "rows that see nothing", inputs, attn_bias=bias)
     sizes = {"B": 2, "H": 2}
     yield _drawn("no keys", "rows that see nothing", sizes, kv_lengths=np.array([0, 4]))
-    sink = _Draw("no keys but a sink").numbers(2)
+    sink = Draw("no keys but a sink").numbers(2)
     yield _drawn(
         "no keys but a sink", "the log-sum-exp of rows that see nothing", sizes,
         kv_lengths=np.array([0, 4]), sinks=sink, return_lse=True,
     )  # fmt: skip
-    draw = _Draw("causal, before the keys")
+    draw = Draw("causal, before the keys")
     square = draw.qkv(H=2, Lq=6, Lk=6)
     shows = "rows that see nothing"
     yield _problem("causal, before the keys", shows, square, is_causal=True, q_offset=-2)
@@ -380,12 +391,12 @@ def _hidden_nan() -> Iterator[Graded]:
     """Yield problems with NaN in keys and values that some or all queries must not see."""
 
     def spoiled(name: str, at: int, **options: Any) -> Graded:
-        x = _Draw(name).qkv(H=2, Lq=6, Lk=6)
+        x = Draw(name).qkv(H=2, Lq=6, Lk=6)
         x["k"][:, :, at:] = x["v"][:, :, at:] = np.nan
         return _problem(name, "whether a hidden NaN stays hidden", x, **options)
 
     yield spoiled("NaN behind the length", 4, kv_lengths=np.array([4]))
-    mask = _Draw("NaN behind the mask").mask(6, 6)
+    mask = Draw("NaN behind the mask").mask(6, 6)
     mask[:, 5], mask[5, 2] = False, True
     yield spoiled("NaN behind the mask", 5, attn_mask=mask)
     yield spoiled("NaN in the future", 4, is_causal=True)
@@ -424,7 +435,7 @@ def _wide_ranges() -> Iterator[Graded]:
 def _many_keys() -> Iterator[Graded]:
     yield _drawn("64 tokens", "sizes that suit tiles", {"Lq": 64, "Lk": 64, "D": 16})
     for name, Dv in ((f"{MANY} keys", 4), (f"weights of {MANY} keys", MANY)):
-        draw = _Draw(f"{MANY} keys")
+        draw = Draw(f"{MANY} keys")
         x = draw.qkv(Lq=3, Lk=MANY, Dv=4, spread=1)
         ramp = np.round(np.linspace(-2, 3, MANY) * 16) / 16
         x["k"][..., 0] = ramp  # later blocks hold larger scores
@@ -445,7 +456,7 @@ def _tiles() -> Iterator[Graded]:
     sizes: dict[str, Any] = {"Lq": 64, "Lk": 64, "D": 16}
     name = "grouped heads, 64 tokens"
     yield _drawn(name, "which key/value head is read", {"H": 4, "Hkv": 2, **sizes})
-    draw = _Draw("64 tokens with an option")
+    draw = Draw("64 tokens with an option")
     x, shows = draw.qkv(**sizes), "an option at a size that suits tiles"
     lower = np.tril(np.ones((64, 64), bool))
     options: dict[str, dict[str, Any]] = {
@@ -464,7 +475,7 @@ def _tiles() -> Iterator[Graded]:
 
 def _options_together() -> Iterator[Graded]:
     """Yield problems with options per query head, or with two options in whole tiles."""
-    draw = _Draw("options by head, grouped heads")
+    draw = Draw("options by head, grouped heads")
     x, shows = draw.qkv(H=4, Hkv=2, Lq=6, Lk=6), "one for each query head, not for each key head"
     by_head: dict[str, dict[str, Any]] = {
         "ALiBi": {"alibi_slopes": np.array([0.5, 0.125, 0.25, 0.0625], np.float32)},
@@ -474,7 +485,7 @@ def _options_together() -> Iterator[Graded]:
     }
     for option, given in by_head.items():
         yield _problem(f"{option}, grouped heads", shows, x, **given)
-    draw = _Draw("two options, 64 tokens")
+    draw = Draw("two options, 64 tokens")
     x = draw.qkv(Lq=64, Lk=64, D=16, spread=1.5)
     bias, slopes = draw.numbers(64, 64), np.array([0.25], np.float32)
     sinks = np.array([1.5], np.float32)
@@ -495,7 +506,7 @@ def _layers() -> Iterator[Graded]:
     yield _layer("as many heads as tokens", "heads split and joined", L=4, H=4)
     yield _layer("narrow heads", "heads narrower than E / H", H=2, D=3, E=8)
     yield _layer("causal", "who sees whom", H=2, call=causal)
-    mask = _Draw("mask of a layer").mask(6, 6)
+    mask = Draw("mask of a layer").mask(6, 6)
     yield _layer("mask", "what True means", H=2, call={"attn_mask": mask})
     yield _layer("biases", "what is added to products", H=2, has_biases=True)
     yield _layer("grouped heads", "which key/value head is read", H=4, Hkv=2)
@@ -520,7 +531,7 @@ def _layer(
     call: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None,
 ) -> Graded:  # fmt: skip
     """Return a problem for a layer of width E, by default H · D."""
-    draw, groups, width = _Draw(name), H if Hkv is None else Hkv, H * D if E is None else E
+    draw, groups, width = Draw(name), H if Hkv is None else Hkv, H * D if E is None else E
     shapes = {"q": (width, H * D), "k": (width, groups * D), "v": (width, groups * D)}
     shapes["o"] = H * D, width
     given: dict[str, Any] = {

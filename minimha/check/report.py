@@ -16,6 +16,7 @@ from minimha.check.conditions import sizes
 from minimha.check.crossed import crossings, present, shown
 from minimha.check.deviation import Deviation
 from minimha.check.expanded import ARRANGING
+from minimha.check.problems import REQUIRED, is_given
 from minimha.check.translation import DIALECTS
 from minimha.check.verdict import Findings, Result, Verdict
 
@@ -280,6 +281,7 @@ class Report:
 # Rows of the conformance table that are not options.
 PLAIN, GROUPED = "no option", "grouped heads"
 DEAD, LEAK = "queries that see no key", "NaN in hidden keys"
+PER_CHANNEL = "decay per channel"
 GATHERED = {  # the row of the table for each argument of a layer
     **dict.fromkeys(("b_q", "b_k", "b_v", "b_o"), "biases"),
     **dict.fromkeys(("rope_base", "rope_interleaved"), "rotary positions"),
@@ -293,7 +295,8 @@ def _rows(identifier: str) -> tuple[str, ...]:
     if deviation is None:
         return ()
     rows = {"rows that see nothing": (DEAD,), "leaks": (LEAK,)}
-    needs = (*deviation.needs, "q_offset") if "offset" in deviation.wrong else deviation.needs
+    needs = tuple(name for name in deviation.needs if name not in REQUIRED)
+    needs = (*needs, "q_offset") if "offset" in deviation.wrong else needs
     return rows.get(deviation.stage, needs or (PLAIN,))
 
 
@@ -301,7 +304,12 @@ def features(result: Result) -> list[str]:
     """Return the rows of the conformance table that a problem belongs to."""
     arguments = result.problem.arguments
     found = dict.fromkeys(GATHERED.get(name, name) for name in options_of(result))
-    if result.problem.layer is None:
+    if "beta" in arguments:
+        if arguments["v"].shape[1] != arguments["q"].shape[1]:
+            found[GROUPED] = None
+        if arguments["g"].ndim > arguments["beta"].ndim:
+            found[PER_CHANNEL] = None
+    if result.problem.is_attention:
         if arguments["k"].shape[1] != arguments["q"].shape[1]:
             found[GROUPED] = None
         if (result.expected == 0).all(axis=-1).any():
@@ -314,13 +322,13 @@ def features(result: Result) -> list[str]:
 def options_of(result: Result) -> Mapping[str, Any]:
     """Return the options of a problem, without those that are None or False."""
     options = result.problem.options
-    return {n: x for n, x in options.items() if x is not None and x is not False}
+    return {n: x for n, x in options.items() if is_given(n, x)}
 
 
 def _covers(findings: Findings) -> dict[str, Any]:
     """Return what the function's answers cover, and which problems it did not answer."""
     tried = [r for r in findings.results if r.answer.output is not None]
-    every = [r.problem.arguments for r in tried if r.problem.layer is None]
+    every = [r.problem.arguments for r in tried if r.problem.is_attention]
     names = [name for result in tried for name in features(result)]
     found: dict[str, Any] = {"options": {name: names.count(name) for name in dict.fromkeys(names)}}
     if findings.verdict in ("right", "differs"):

@@ -22,19 +22,24 @@ from numpy.typing import NDArray
 
 from minimha.check.answer import Answer
 from minimha.check.catalogue import DEVIATIONS
+from minimha.check.catalogue_delta import CLEARING, NAN_LEAKS, OF_DELTA
 from minimha.check.compared import Fit, compare
 from minimha.check.conditions import USUAL, conditions, limits, sizes
 from minimha.check.expanded import ARRANGING, expanded
 from minimha.check.fitted import fitted
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.problems import Graded
+from minimha.check.problems_delta import FAMILY
 from minimha.check.visible import KINDS
 from minimha.check.wrong_attention import HIDDEN_ROWS, LEAKS, Deviated, deviate
+from minimha.check.wrong_delta import PreparedDelta, deviate_delta
 from minimha.check.wrong_layer import PreparedLayer, deviate_layer
 
 Array = NDArray[Any]
 Item = tuple[Any, ...]  # an identifier, its value, and the set of conditions if it has any
 Hypothesis = frozenset[Item]
+AnyPrepared = Prepared | PreparedLayer | PreparedDelta
+DELTA = frozenset(deviation.identifier for deviation in OF_DELTA)
 Items = TypeVar("Items", Hypothesis, list[Item])
 
 STEPS = 6  # enough to find four deviations and their right values
@@ -62,13 +67,14 @@ class Known:
 
     def __init__(self, problem: Graded, dtype: str) -> None:
         self.graded, self.dtype = problem, dtype
-        plain = problem.arguments if problem.layer else expanded(problem.arguments)[0]
+        is_attention = problem.is_attention
+        plain = expanded(problem.arguments)[0] if is_attention else problem.arguments
         self.length = plain["x" if problem.layer else "k"].shape[-2]
         self.options = set(problem.options) | set(problem.layer or ()) | {*plain} - {"q_offset"}
-        self.conditions = frozenset() if problem.layer else conditions(problem.arguments)
-        self.sizes = {} if problem.layer else sizes(problem.arguments)
-        self.has_nan = not problem.layer and bool(
-            np.isnan(problem.arguments["k"]).any() or np.isnan(problem.arguments["v"]).any()
+        self.conditions = conditions(problem.arguments) if is_attention else frozenset()
+        self.sizes = sizes(problem.arguments) if is_attention else {}
+        self.has_nan = not problem.layer and any(
+            np.isnan(problem.arguments[name]).any() for name in "qkv"
         )
         self.asks_lse = bool(problem.arguments.get("return_lse"))
         self._predicted: dict[Hypothesis, Deviated | None] = {}
@@ -76,7 +82,12 @@ class Known:
 
     @cached_property
     def is_mild(self) -> bool:
-        """Whether the problem has NaN, or queries that see no key: most libraries fail there."""
+        """Whether the problem has NaN, or queries that see no key: most libraries fail there.
+
+        In the delta rule, a state that g = -inf clears counts as such a query.
+        """
+        if "g" in self.graded.arguments:
+            return self.has_nan or bool(np.isneginf(self.graded.arguments["g"]).any())
         x = None if self.graded.family else self._prepared
         return self.has_nan or (isinstance(x, Prepared) and bool(x.sees_nothing.any()))
 
@@ -87,16 +98,18 @@ class Known:
         return int(np.prod(rows)) * self.length if rows else 0
 
     @property
-    def prepared(self) -> Prepared | PreparedLayer:
+    def prepared(self) -> AnyPrepared:
         """Return the problem's arguments in float64."""
         if self.num_scores > FEW_SCORES:
             return _prepared(self.graded, self.dtype)
         return self._prepared
 
     @cached_property
-    def _prepared(self) -> Prepared | PreparedLayer:
+    def _prepared(self) -> AnyPrepared:
         if self.graded.layer is not None:
             return PreparedLayer(self.graded, self.dtype)
+        if not self.graded.is_attention:
+            return PreparedDelta(self.graded, self.dtype)
         return Prepared(self.graded.arguments, self.dtype, self.graded.is_exact)
 
     def holds(self, condition: str) -> bool:
@@ -125,6 +138,8 @@ class Known:
         item = name, value
         needs = DEVIATIONS[name].needs
         if needs and self.options.isdisjoint(needs):
+            return None
+        if ("beta" in self.options) != (name in DELTA):
             return None
         if name == "causal_always" and "is_causal" in self.options:
             return None
@@ -185,7 +200,9 @@ _small = lru_cache(maxsize=2048)(Known)
 _sized = lru_cache(maxsize=64)(Known)  # about those of one function; their answers are large
 
 
-def _deviate(prepared: Prepared | PreparedLayer, deviations: Mapping[str, Any]) -> Deviated:
+def _deviate(prepared: AnyPrepared, deviations: Mapping[str, Any]) -> Deviated:
+    if isinstance(prepared, PreparedDelta):
+        return deviate_delta(prepared, deviations)
     if isinstance(prepared, PreparedLayer):
         return deviate_layer(prepared, deviations)
     return deviate(prepared, deviations)
@@ -223,7 +240,7 @@ class Search:
             if answer.output is not None and x.graded.name not in self.left_out
         ]
         families = [self.known[n].graded.family for n in self.taken]
-        first = next((f for f in ("", "alone", "crossed") if f in families), "")
+        first = next((f for f in ("", FAMILY, "alone", "crossed") if f in families), "")
         # A set is searched for in these, and must hold in all.
         plain = [n for n, f in zip(self.taken, families, strict=True) if f == first]
         self.plain = [n for n in plain if not self.known[n].is_mild] or plain
@@ -273,7 +290,7 @@ class Search:
         """
         small = [n for n in self.taken if self.known[n].graded.family != "sized"]
         hypothesis = self.valued(hypothesis, small)
-        for names, has_nan in ((LEAKS, True), (HIDDEN_ROWS, False)):
+        for names, has_nan in ((LEAKS + NAN_LEAKS, True), (HIDDEN_ROWS + CLEARING, False)):
             mild = [n for n in small if self.known[n].is_mild and self.known[n].has_nan == has_nan]
             sets = (hypothesis, *(hypothesis | {(name, 1)} for name in names))
             hypothesis = min(sets, key=lambda h: self.left(h, mild))

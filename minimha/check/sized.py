@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from minimha.check.problems import Graded, _Draw, _kept
+from minimha.check.problems import Draw, Graded, kept
 
 WIDTHS = ((64, 64), (128, 128), (80, 80), (256, 256), (72, 72), (192, 128), (96, 96))  # D, Dv
 LENGTHS = (
@@ -37,7 +37,7 @@ MAGNITUDES = {  # the spread of queries and keys, and of values, and what is add
 @lru_cache(maxsize=4)
 def sized(seed: int = 0) -> tuple[Graded, ...]:
     """Return problems of each length, width and number of heads, plain and causal."""
-    return tuple(_kept(problem) for problem in _problems(seed))
+    return tuple(kept(problem) for problem in _problems(seed))
 
 
 def _problems(seed: int) -> Iterator[Graded]:
@@ -94,7 +94,7 @@ def _problem(
     numbers = numbers or str(rng.choice(list(MAGNITUDES), p=[0.6, 0.2, 0.2]))
     name = f"B = {B}, H = {H} over {Hkv}, Lq = {Lq}, Lk = {Lk}, D = {D}"
     name += f", Dv = {Dv}" * (Dv != D) + ", causal" * ("is_causal" in options)
-    draw = _Draw(f"{name} {rng.integers(2**32)}")
+    draw = Draw(f"{name} {rng.integers(2**32)}")
     spread, of_values, added = MAGNITUDES.get(numbers, (1.0, 1.0, 0.0))
     given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, D, Dv, Hkv)
     given["q"] = given["q"] * np.float32(spread)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check import adapted
+from minimha.check.problems import is_given
 from minimha.check.rounding import FORMATS
 from minimha.equations.problem import Problem
 
@@ -42,6 +43,7 @@ class Dialect:
     inconsistent: tuple[str, ...] = ()  # problems in which it breaks its own convention
     # Makes the library's function one that takes these arguments and returns arrays (B, …).
     adapted: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
+    is_delta_rule: bool = False  # a gated delta rule, not attention
 
 
 def translated(
@@ -65,7 +67,7 @@ def translated(
     options = {
         name: value
         for name, value in arguments.items()
-        if name not in ("q", "k", "v", "return_lse") and value is not None and value is not False
+        if name not in ("q", "k", "v", "return_lse") and is_given(name, value)
     }
     q, k, v = (arguments[name] for name in ("q", "k", "v"))
     keywords = dialect.keywords(q, k, v, options)
@@ -87,7 +89,7 @@ def expected_shapes(
     Each is a pair such as ("(B, Lq, H, Dv)", (1, 5, 2, 4)).
     """
     dialect = DIALECTS[speaks]
-    (B, H, Lq, _), Dv = q.shape, v.shape[-1]
+    (B, _, Lq, _), H, Dv = q.shape, max(q.shape[1], v.shape[1]), v.shape[-1]
     output = (
         ("(B, H, Lq, Dv)", (B, H, Lq, Dv))
         if dialect.heads_first
@@ -263,6 +265,16 @@ def _onnx(q: Array, k: Array, v: Array, options: Options) -> Options:
     )
 
 
+def _fla(q: Array, k: Array, v: Array, options: Options) -> Options:
+    """Return the arguments of a gated delta rule in flash-linear-attention and transformers."""
+    over_tokens = {name: options.pop(name).swapaxes(1, 2).copy() for name in ("g", "beta")}
+    norm = {"use_qk_l2norm_in_kernel": True} if options.pop("normalize", True) else {}
+    return {**over_tokens, **norm} | _moved(
+        options, scale="scale", initial_state="initial_state", cu_seqlens="cu_seqlens",
+        chunks="chunks",
+    )  # fmt: skip
+
+
 def _hidden(bias: Array, mask: Array) -> Array:
     """Return ``bias`` with -inf where the mask is False."""
     return np.where(mask, bias, bias.dtype.type(-np.inf))
@@ -298,6 +310,11 @@ TOP_LEFT = {"causal_top_left": "causal is aligned top-left, as {} does"}
 LEAKS = {"nan_leaks": "a NaN in a hidden value reaches the output, as {} lets it"}
 BOTTOM_RIGHT = {"causal_bottom_right": "causal is aligned bottom-right, as {} does"}
 MEAN = {"dead_rows_mean": "a query that sees no key gets the mean of all values, as {} gives it"}
+FROM_SUMS = {
+    "delta_scale_ignored": "scale is ignored, as functions of transformers do",
+    "delta_nan_leaks": "a NaN reaches its whole chunk, as {} lets it",
+    "delta_clearing_is_nan": "g = -inf gives NaN, as in {}",
+}
 UNREAD = {
     "softcap_ignored": "softcap is ignored, as functions of {} may do",
     "sinks_ignored": "sinks are ignored, as functions of {} may do",
@@ -339,4 +356,11 @@ DIALECTS = {
     ),
     "keras": Dialect("numpy", False, _keras, conventions=_as("Keras", TOP_LEFT, MEAN, LEAKS)),
     "onnx": Dialect("numpy", True, _onnx, conventions=_as("onnxruntime", LEAKS)),
+    "gated_delta_rule": Dialect(
+        "numpy", True, _minimha, adapted=adapted.called_in_turn("return_state"), is_delta_rule=True
+    ),
+    "fla": Dialect(
+        "torch", False, _fla, adapted=adapted.called_in_turn("output_final_state", axis=1),
+        conventions=_as("flash-linear-attention", FROM_SUMS), is_delta_rule=True,
+    ),
 }  # fmt: skip

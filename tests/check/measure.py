@@ -12,9 +12,12 @@ from check.mutants import DTYPES, ROUNDED_BY, answered_by, answers
 from check.pairs import of_attention
 from check.right import random_kernel
 
+from minimha.check.asking import drawn_seed
 from minimha.check.catalogue import DEVIATIONS
+from minimha.check.catalogue_delta import OF_DELTA
 from minimha.check.prepared import Prepared
 from minimha.check.problems import graded
+from minimha.check.problems_delta import delta_problems
 from minimha.check.verdict import judge
 
 
@@ -30,6 +33,17 @@ def singles(dtype):
         if found.deviations != (name,) or found.alternatives:
             missed.append((name, found.deviations, found.alternatives))
     return len(observable) - len(missed), len(observable), missed
+
+
+def of_delta_rule(dtype):
+    """Each form of each deviation of the gated delta rule alone: those that are not named."""
+    problems, missed = delta_problems(drawn_seed()), []
+    forms = [(one.identifier, value) for one in OF_DELTA for value in one.values]
+    for name, value in forms:
+        found = judge(problems, answers(problems, {name: value}, dtype), dtype=dtype)
+        if found.deviations != (name,) or found.alternatives:
+            missed.append((name, value, found.deviations, found.alternatives))
+    return len(forms) - len(missed), len(forms), missed
 
 
 def false_alarms(dtype, count):
@@ -51,6 +65,8 @@ def main(count=200):
     for dtype in DTYPES:
         named, of, missed = singles(dtype)
         sys.stdout.write(f"{dtype}: {named} of {of} deviations named; missed {missed}\n")
+        named, of, missed = of_delta_rule(dtype)
+        sys.stdout.write(f"{dtype}: {named} of {of} forms of a delta rule's; missed {missed}\n")
         alarms, longest = false_alarms(dtype, count)
         sys.stdout.write(
             f"{dtype}: {len(alarms)} false alarms on {count} right kernels {alarms[:3]}; "

@@ -4,12 +4,15 @@ import ml_dtypes
 import numpy as np
 
 from minimha.check.answer import Answer
+from minimha.check.catalogue_delta import CLEARING, NAN_LEAKS
 from minimha.check.prepared import Impossible
 from minimha.check.search import known
 from minimha.check.wrong_attention import HIDDEN_ROWS, deviate
+from minimha.check.wrong_delta import PreparedDelta, deviate_delta
 from minimha.check.wrong_layer import PreparedLayer, deviate_layer
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+OF = {PreparedLayer: deviate_layer, PreparedDelta: deviate_delta}
 ROUNDED_BY = {  # deviations that come to rounding in the dtype itself, which is right
     "float32": set(),
     "float16": {"inputs_in_tf32", "inputs_in_float16", "weights_in_float16"},
@@ -45,12 +48,11 @@ def answered_by(function, problems):
 
 def answer(problem, prepared, deviations, dtype):
     try:
-        of = deviate_layer if isinstance(prepared, PreparedLayer) else deviate
-        found = of(prepared, deviations)
+        found = OF.get(type(prepared), deviate)(prepared, deviations)
     except Impossible as error:
         return Answer(None, refusal=str(error))
     output = found.output
-    if {"nan_leaks", *HIDDEN_ROWS} & set(deviations) and found.others:
+    if {"nan_leaks", *HIDDEN_ROWS, *NAN_LEAKS, *CLEARING} & set(deviations) and found.others:
         output = found.others[0]
     if {"dead_rows_numbers", "nan_becomes_number"} & set(deviations):
         output = np.where(found.is_free, 0.75, output)

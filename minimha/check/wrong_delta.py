@@ -1,0 +1,285 @@
+"""Compute the gated delta rule with any set of known bugs (deviations), in float64.
+
+Each token is computed in turn, as the rule is defined. Chunks of tokens only matter for bugs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check.prepared import FLOAT32, UNITS, Impossible
+from minimha.check.problems import Graded
+from minimha.check.rounding import FORMATS, rounded
+from minimha.check.wrong_attention import Deviated
+from minimha.equations.delta_problem import EPSILON, DeltaProblem
+
+Array = NDArray[Any]
+
+IN_INPUTS = 4  # roundings to the inputs' dtype, of the largest state
+IN_SUMS = 6  # roundings to float32, at each token
+OVERFLOWN = 1e25  # a float32 kernel may have overflown on the way to such a number
+MOST_DECAY = 100.0  # of -g: after more, nothing is left whose rounding matters
+APART, DROPPING = "delta_chunks_apart", "delta_last_chunk_dropped"
+# These treat the state from before a chunk in another way than what the chunk adds.
+SPLITTING = ("delta_chunk_state_not_decayed", "delta_chunk_state_kept", "delta_chunk_not_solved")
+
+
+class PreparedDelta:
+    """A problem of the gated delta rule, with its arguments in float64."""
+
+    def __init__(self, graded: Graded, dtype: str = "float32") -> None:
+        self.graded, self.unit = graded, UNITS[dtype]
+        self.problem = x = DeltaProblem.of(**graded.arguments)
+        self.q, self.k, self.v = (a.astype(np.float64) for a in (x.q, x.k, x.v))
+        self.g, self.beta = x.g.astype(np.float64), x.beta.astype(np.float64)
+        self.is_finite = all(
+            np.isfinite(a).all() for a in (self.q, self.k, self.v, self.g, self.beta)
+        )
+
+
+def deviate_delta(p: PreparedDelta, d: Mapping[str, Any]) -> Deviated:
+    """Return the output (B, H, L, Dv) with deviations; ``d`` maps their names to values."""
+    O, bound = np.zeros(p.v.shape), np.zeros(p.v.shape)
+    arguments = p.graded.arguments
+    with np.errstate(all="ignore"):
+        steps = _inputs(p, d)
+        S = np.zeros((p.v.shape[1], p.k.shape[-1], p.v.shape[-1]))
+        for s, (b, first, count) in enumerate(p.problem.rows):
+            if s == 0 or not ("delta_sequences_run_on" in d and "cu_seqlens" in arguments):
+                S = _initial(p, d, s)
+            count = p.v.shape[2] if "delta_lengths_ignored" in d else count
+            tokens = [x[b, :, first : first + count] for x in steps]
+            S, O[b, :, first : first + count], bound[b, :, first : first + count] = _Tokens(
+                p, d, S
+            ).all(*tokens)
+        is_free = p.is_finite & ~(abs(O) < OVERFLOWN)
+    nothing = np.zeros(O.shape[:3])
+    return Deviated(
+        O, bound, nothing, nothing, _others(p, d, O), is_free, np.ones(nothing.shape, bool)
+    )
+
+
+def _others(p: PreparedDelta, d: Mapping[str, Any], O: Array) -> tuple[Array, ...]:
+    """Return what else is accepted: NaN in the heads that a deviation lets have it."""
+    nan = np.where(np.isnan(O).any((2, 3), keepdims=True), np.nan, O)
+    cleared = np.where(np.isneginf(p.g).any((2, 3), keepdims=True), np.nan, O)
+    pairs = ("delta_nan_leaks", nan), ("delta_clearing_is_nan", cleared)
+    return tuple(other for name, other in pairs if name in d)
+
+
+def _inputs(p: PreparedDelta, d: Mapping[str, Any]) -> list[Array]:
+    """Return q, k, v, β and exp(g), (B, H, L, ·) each, as the tokens need them."""
+    x, D, Dv = {"q": p.q, "k": p.k}, p.k.shape[-1], p.v.shape[-1]
+    for name in x:
+        if p.problem.normalize or name in d.get("delta_norm_always", ""):
+            x[name] = _normalised(x[name], name, d)
+    scale = p.problem.scale
+    if "scale" in p.graded.arguments:
+        scale = D**-0.5 if "delta_scale_ignored" in d else scale
+        scale *= D**-0.5 if "delta_scale_times_default" in d else 1
+    else:
+        for name, value in (
+            ("delta_scale_missing", 1), ("delta_scale_over_D", 1 / D),
+            ("delta_scale_of_values", Dv**-0.5),
+        ):  # fmt: skip
+            scale = value if name in d else scale
+    scale *= scale if "delta_scale_twice" in d else 1
+    q, k = x["q"] * scale, x["k"] * (scale if "delta_scale_on_keys" in d else 1)
+    q, k = (a[:, _heads(p, d, name)] for a, name in ((q, "q"), (k, "k")))
+    return [q, k, p.v, _fractions(p, d), _decays(p, d)]
+
+
+def _normalised(x: Array, name: str, d: Mapping[str, Any]) -> Array:
+    squares = np.square(x).sum(-1, keepdims=True)
+    if name in d.get("delta_norm_missing", ""):
+        return x
+    if name in d.get("delta_norm_squared", ""):
+        return np.asarray(x / (squares + EPSILON))
+    if name in d.get("delta_norm_of_mean", ""):
+        return np.asarray(x / np.sqrt(squares / x.shape[-1] + EPSILON))
+    match d.get("delta_norm_epsilon"):
+        case "max":
+            return np.asarray(x / np.maximum(np.sqrt(squares), EPSILON))
+        case "outside":
+            return np.asarray(x / (np.sqrt(squares) + EPSILON))
+        case "none":
+            return np.asarray(x / np.sqrt(squares))
+        case epsilon:
+            return np.asarray(x / np.sqrt(squares + (epsilon or EPSILON)))
+
+
+def _heads(p: PreparedDelta, d: Mapping[str, Any], name: str) -> Array:
+    """Return the key head that each value head reads, (H,)."""
+    H, Hk = p.v.shape[1], p.k.shape[1]
+    if name in d.get("delta_heads_tiled", ""):
+        return np.asarray(np.arange(H) % Hk)
+    if name in d.get("delta_head_0_for_all", ""):
+        return np.zeros(H, int)
+    return np.asarray(np.arange(H) // (H // Hk))
+
+
+def _fractions(p: PreparedDelta, d: Mapping[str, Any]) -> Array:
+    if "delta_beta_ignored" in d:
+        return np.ones_like(p.beta)
+    if "delta_beta_sigmoid" in d:
+        return np.asarray(1 / (1 + np.exp(-p.beta)))
+    if "delta_beta_at_most_1" in d:
+        return np.minimum(p.beta, 1)
+    return p.beta**2 if "delta_beta_twice" in d else p.beta
+
+
+def _decays(p: PreparedDelta, d: Mapping[str, Any]) -> Array:
+    """Return exp(g), (B, H, L, 1) or (B, H, L, D)."""
+    g = p.g
+    if "delta_decay_ignored" in d:
+        g = np.zeros_like(g)
+    if "delta_decay_of_one_channel" in d:
+        is_first = d["delta_decay_of_one_channel"] == "first"
+        g = g[..., :1] if is_first else g.mean(-1, keepdims=True)
+    if "delta_decay_of_columns" in d and g.shape[-1] not in (1, p.v.shape[-1]):
+        raise Impossible("g per channel is as wide as the keys, and the columns are not")
+    if "delta_decay_not_exponential" in d:
+        return g
+    g = np.maximum(g, d.get("delta_decay_clamped", -np.inf))
+    sign = -1 if "delta_decay_inverse" in d else 1
+    return np.asarray(np.exp2(g) if "delta_decay_in_base_2" in d else np.exp(sign * g))
+
+
+def _initial(p: PreparedDelta, d: Mapping[str, Any], s: int) -> Array:
+    """Return the state before the first token of a sequence, (H, D, Dv)."""
+    shape = p.v.shape[1], p.k.shape[-1], p.v.shape[-1]
+    if p.problem.state is None or "delta_initial_state_ignored" in d:
+        return np.zeros(shape)
+    S = p.problem.state[s].astype(np.float64)
+    return _transposed(S) if "delta_initial_state_transposed" in d else S
+
+
+def _transposed(S: Array) -> Array:
+    if S.shape[-1] != S.shape[-2]:
+        raise Impossible("the state is transposed but not square")
+    return np.asarray(S.swapaxes(-1, -2))
+
+
+class _Tokens:
+    """The tokens of one sequence: their states, outputs and bounds."""
+
+    def __init__(self, p: PreparedDelta, d: Mapping[str, Any], S: Array) -> None:
+        self.p, self.d, self.S = p, d, S
+        self.size = next((d[name] for name in (APART, DROPPING, *SPLITTING) if name in d), 0)
+        self.is_split = any(name in d for name in SPLITTING)
+        self.before_chunk = self.faded = S  # the state before a chunk, and what is left of it
+        self.own = np.zeros_like(S)  # what the chunk has added
+        self.stored = d.get("delta_state_in_16_bits")
+        self.error = self.largest = self.loss = self.decay = np.zeros(len(S))  # of each head
+
+    def all(self, q: Array, k: Array, v: Array, beta: Array, a: Array) -> tuple[Array, ...]:
+        """Return the last state, the outputs and their bounds; inputs are (H, L, ·)."""
+        O, bound = np.zeros(v.shape), np.zeros(v.shape)
+        ends = np.cumsum(self.p.graded.chunks or (v.shape[1],)).tolist()
+        for start, stop in zip([0, *ends[:-1]], ends, strict=True):
+            before, count = self.S, stop - start
+            if DROPPING in self.d:
+                count = count // self.size * self.size
+            for t in range(start, start + count):
+                if self.size and (t - start) % self.size == 0:
+                    self._begin_chunk(is_first=t == start)
+                before = self.S
+                O[:, t] = self._token(q[:, t], k[:, t], v[:, t], beta[:, t], a[:, t], t == 0)
+                bound[:, t] = self._bound(q[:, t], O[:, t])
+            self.S = self._passed_on()
+            if stop < ends[-1]:
+                self._return(before, a[:, stop - 1])
+        return self.S, O, bound
+
+    def _begin_chunk(self, *, is_first: bool) -> None:
+        self.S = self.S if is_first else self._passed_on()
+        if APART in self.d and not is_first:
+            self.S = np.zeros_like(self.S)
+        self.before_chunk = self.faded = self.S
+        self.own = np.zeros_like(self.S)
+
+    def _passed_on(self) -> Array:
+        """Return the state that the next chunk or call gets."""
+        if not self.is_split:
+            return self.S
+        return self.own + (self.before_chunk if SPLITTING[1] in self.d else self.faded)
+
+    def _return(self, before: Array, a: Array) -> None:
+        """Change the state between two calls, as the deviations do."""
+        if "delta_state_returned_transposed" in self.d:
+            self.S = _transposed(self.S)
+        if "delta_state_returned_early" in self.d:
+            self.S = before
+        if "delta_state_dropped" in self.d:
+            self.S = np.zeros_like(self.S)
+        if "delta_state_not_decayed" in self.d:
+            self.S = self.S + (1 - _over_rows(a, self.d)) * before
+
+    def _token(self, q: Array, k: Array, v: Array, beta: Array, a: Array, is_first: bool) -> Array:
+        """Update the state by one token, and return its output (H, Dv)."""
+        d, before, decay = self.d, self.S, _over_rows(a, self.d)
+        if is_first and "delta_initial_state_not_decayed" in d:
+            decay = np.ones_like(decay)
+        decayed = read = decay * before
+        if "delta_decay_after_error" in d:
+            read = before
+        if "delta_decay_last" in d:
+            decayed = read = before
+        if self.is_split:
+            self.own, self.faded = decay * self.own, decay * self.faded
+            there = self.before_chunk if SPLITTING[0] in d else self.faded
+            decayed = read = self.own + there
+            read = there if SPLITTING[2] in d else read
+        by = q if "delta_prediction_not_by_key" in d else k
+        u = self._correction(v, (by[:, None] @ read)[:, 0], beta)
+        stored = k[..., None] * u[:, None]
+        self.S, self.own = decayed + stored, self.own + stored
+        source = self.S
+        if "delta_read_before_update" in d:
+            source = before if d["delta_read_before_update"] == "not decayed" else decayed
+        if "delta_decay_last" in d:
+            self.S = decay * self.S
+            source = self.S if d["delta_decay_last"] == "read after" else source
+        self._grow(k, u, v, beta, decay)
+        return np.asarray((q[:, None] @ source)[:, 0])
+
+    def _correction(self, v: Array, predicted: Array, beta: Array) -> Array:
+        d = self.d
+        if "delta_rule_missing" in d:
+            return np.asarray(beta * v)
+        if "delta_beta_on_values_only" in d:
+            return np.asarray(beta * v - predicted)
+        if "delta_beta_on_prediction_only" in d:
+            return np.asarray(v - beta * predicted)
+        return np.asarray(beta * (v + (predicted if "delta_correction_sign" in d else -predicted)))
+
+    def _grow(self, k: Array, u: Array, v: Array, beta: Array, decay: Array) -> None:
+        """Bound the error of the state: its own roundings, and those that the rule passes on."""
+        k, u, v = (np.nan_to_num(x) for x in (k, u, v))
+        norm = np.square(k).sum(-1)
+        passed = decay.max((1, 2)) * np.maximum(1, abs(1 - beta[:, 0] * norm))
+        size = np.sqrt(np.square(np.nan_to_num(self.S)).sum((1, 2)))
+        size += np.sqrt(norm) * np.sqrt(np.square(u).sum(-1) + np.square(v).sum(-1))
+        # A difference of sums of g, as chunked forms compute it, is as inexact as these sums.
+        self.decay = self.decay + np.minimum(abs(np.log(decay)), MOST_DECAY).max((1, 2))
+        self.error = passed * self.error + (IN_SUMS + self.decay) * FLOAT32 * size
+        self.largest = np.maximum(passed * self.largest, size)
+        if self.stored is not None:
+            bits, exponent = FORMATS[self.stored]
+            self.S = rounded(self.S, bits, exponent)
+            self.loss = passed * self.loss + 2.0**-bits * size
+
+    def _bound(self, q: Array, output: Array) -> Array:
+        unit = self.p.unit
+        state = self.error + self.loss + IN_INPUTS * unit * self.largest
+        longest = np.sqrt(np.square(q).sum(-1)) * state
+        return np.asarray(np.nan_to_num(longest)[:, None] + unit * abs(np.nan_to_num(output)))
+
+
+def _over_rows(a: Array, d: Mapping[str, Any]) -> Array:
+    """Return a decay (H, 1 or D) so that it multiplies rows of S, or columns with that bug."""
+    return np.asarray(a[:, None] if "delta_decay_of_columns" in d else a[:, :, None])
