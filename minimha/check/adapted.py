@@ -120,6 +120,7 @@ def called_in_turn(asks_state: str, axis: int = 2) -> Callable[[Function], Funct
                 asked = {**options, asks_state: True}
                 output, state = results(function(*part[:3], g=part[3], beta=part[4], **asked))
                 options["initial_state"] = state
+                options.pop("kv_lengths", None)  # of the tokens of the first call
                 outputs.append(output)
             if hasattr(outputs[0], "detach"):
                 import torch

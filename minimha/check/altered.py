@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from minimha.check.expanded import INDICES, RANGES, READ, Place, expanded
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.rounding import rounded
+from minimha.equations.arrays import FLOAT8, extension
 
 Array = NDArray[Any]
 Alter = Callable[[Prepared, Mapping[str, Any], Any], Mapping[str, Any]]
@@ -325,17 +326,43 @@ def _scale_of_first(given: Mapping[str, Any], name: str, of: str) -> Any:
     return np.repeat(scales.take([0], axis), scales.shape[axis], axis)
 
 
-def _unsigned(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+def _scales_tiled(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, Any]:
+    """Repeat keys, values and scales for each query head: the scales of head h mod Hkv."""
+    changed, own = {}, np.arange(x.H) // (x.H // x.Hkv)
+    for X in "kv":
+        scales = np.asarray(given.get(f"{X}_scale"))
+        heads = np.arange(x.H) % x.Hkv if X in which else own
+        changed[X] = np.asarray(given[X]).take(own, 1)
+        changed[f"{X}_scale"] = (
+            scales.take(heads, max(0, scales.ndim - 2)) if scales.ndim else scales
+        )
+    return changed if given.get("k_scale") is not None else {}
+
+
+def _stored(given: Mapping[str, Any], dtype: str) -> dict[str, Array]:
+    """Return the keys and the values that are stored in the 8-bit ``dtype``, as bytes."""
     named = [X for X in "kv" if given.get(f"{X}_scale") is not None]
-    return {X: np.asarray(given[X]).view(np.uint8) for X in named}
+    return {X: given[X].view(np.uint8) for X in named if given[X].dtype.name == dtype}
+
+
+def _unsigned(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    return _stored(given, "int8")
+
+
+def _misread(x: Prepared, given: Mapping[str, Any], other: str) -> Mapping[str, Any]:
+    found = _stored(given, FLOAT8)
+    return {X: some.view(extension(X, other)).astype(np.float32) for X, some in found.items()}
 
 
 ARRANGED: dict[str, Alter] = {
     "scales_ignored": _rescaled(lambda given, name: np.float32(1)),
     "scales_twice": _rescaled(lambda given, name: np.square(given[name])),
+    "scales_divide": _rescaled(lambda given, name: 1 / np.asarray(given[name])),
+    "scales_tiled": _scales_tiled,
     "scales_swapped": _rescaled(lambda given, name: given["kv".replace(name[0], "") + name[1:]]),
     "scales_of_first_for_all": _rescaled(_scale_of_first),
     "eight_bits_unsigned": _unsigned,
+    "eight_bits_misread": _misread,
     "key_indices_0_for_all": _option(INDICES, lambda x, a, of: _picked_for_all(a, of)),
     "key_indices_pick_by_minus_1": _option(
         INDICES, lambda x, a, which: np.where(a < 0, x.Lk - 1 if which == "last" else 0, a)

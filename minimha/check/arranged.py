@@ -14,6 +14,7 @@ import numpy as np
 
 from minimha.check import expanded
 from minimha.check.problems import Draw, Graded, kept
+from minimha.equations.arrays import FLOAT8, extension
 
 FAMILY = "arranged"
 KINDS = {  # what a problem shows, by the option that it is about
@@ -213,7 +214,10 @@ def _scaled(seed: int, D: int) -> Iterator[Graded]:
     for name, on, shape in rows:
         draw = Draw(f"scaled {name} {seed}")
         given: dict[str, Any] = draw.qkv(2, 4, 9, 9, D, Hkv=2 if "groups" in on else 4)
-        yield _scaled_problem(name, draw, given | _options(draw, on, 4, np.array([6, 8])), shape)
+        given |= _options(draw, on, 4, np.array([6, 8]))
+        yield _scaled_problem(name, draw, given, shape)
+        if shape != (4,):
+            yield from _scaled_float8(name, draw, given, shape)
     for size in PAGES[:2]:
         draw = Draw(f"scaled pages of {size} {seed}")
         given = _pool(draw, size, 4, 2, D, shares=False)
@@ -221,7 +225,25 @@ def _scaled(seed: int, D: int) -> Iterator[Graded]:
 
 
 def _scaled_problem(name: str, draw: Draw, given: dict[str, Any], shape: tuple[int, ...]) -> Graded:
+    found = dict(given)
     for X in "kv":
-        given[X] = draw.rng.integers(-128, 128, given[X].shape, np.int8)
-        given[f"{X}_scale"] = np.exp2(draw.rng.integers(-7, -4, shape)).astype(np.float32)
-    return _problem(name, "k_scale", given)
+        found[X] = draw.rng.integers(-128, 128, given[X].shape, np.int8)
+        found[f"{X}_scale"] = np.exp2(draw.rng.integers(-7, -4, shape)).astype(np.float32)
+    return _problem(name, "k_scale", found)
+
+
+def _scaled_float8(
+    name: str, draw: Draw, given: dict[str, Any], shape: tuple[int, ...]
+) -> Iterator[Graded]:
+    """Yield the problem with numbers of every size that float8_e4m3fn has, if NumPy knows it."""
+    try:
+        float8 = extension("k", FLOAT8)
+    except TypeError:
+        return
+    found = dict(given)
+    for X in "kv":
+        exponents = draw.rng.integers(-9, 3, given[X].shape)
+        numbers = draw.rng.integers(-15, 16, given[X].shape) * np.exp2(exponents / 2)
+        found[X] = numbers.astype(float8)
+        found[f"{X}_scale"] = np.exp2(draw.rng.integers(-3, 0, shape)).astype(np.float32)
+    yield _problem(f"{FLOAT8}, {name}", "k_scale", found)

@@ -15,7 +15,7 @@ from minimha.check import translation
 from minimha.check.adapted import results
 from minimha.check.answer import Answer
 from minimha.check.problems import Graded
-from minimha.equations.arrays import as_numpy, bfloat16, library_of, like
+from minimha.equations.arrays import FLOAT8, as_numpy, bfloat16, library_of, like
 
 Array = NDArray[Any]
 
@@ -164,6 +164,8 @@ class Caller:
     def _cast(self, name: str, value: Any) -> Any:
         if not isinstance(value, np.ndarray) or value.dtype.kind in "biu":
             return value
+        if value.dtype.name == FLOAT8:
+            return value
         return value.astype(self.dtype if self._is_in_dtype(name) else np.float32)
 
     def _is_in_dtype(self, name: str) -> bool:
@@ -243,7 +245,7 @@ def numbers_of(value: Any) -> Array:
         array = as_numpy("output", value)
     except (TypeError, ValueError):
         array = np.array(None)
-    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+    if array.dtype.kind not in "biuf" and array.dtype.name not in ("bfloat16", FLOAT8):
         raise NotAnArray(f"it returned {type(value).__name__}: expected an array of numbers")
     return array
 

@@ -113,6 +113,10 @@ def _state(draw: Draw, x: dict[str, Array]) -> Array:
 def _sequences(seed: int) -> Iterator[Graded]:
     lengths, starts = np.array([4, 6, 2]), np.array([0, 5, 6, 14], np.int32)
     yield _problem(seed, "lengths", "padded tokens", B=3, kv_lengths=lengths, **SQUARE)
+    yield _problem(
+        seed, "lengths, then more tokens", "padded tokens and what they leave", B=3, L=9,
+        chunks=(6, 3), kv_lengths=lengths, **SQUARE,
+    )  # fmt: skip
     shows = "where sequences begin"
     yield _problem(seed, "packed sequences", shows, H=2, L=14, cu_seqlens=starts, **SQUARE)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from minimha.check.answer import Answer
 from minimha.check.catalogue import DEVIATIONS
-from minimha.check.catalogue_delta import CLEARING, NAN_LEAKS, OF_DELTA
+from minimha.check.catalogue_delta import CLEARING, IN_16_BITS, NAN_LEAKS, OF_DELTA
 from minimha.check.compared import Fit, compare
 from minimha.check.conditions import USUAL, conditions, limits, sizes
 from minimha.check.expanded import ARRANGING, expanded
@@ -490,7 +490,7 @@ class Search:
         )
         wrong, left = len(self.contradicted(NONE)), len(self.contradicted(hypothesis))
         enough = wrong - left >= SHARE * wrong
-        if any(is_precision(name) for name, *_ in hypothesis):
+        if any(is_precision(name) or name in IN_16_BITS for name, *_ in hypothesis):
             enough = enough and left <= (1 - NEARLY_ALL) * len(self.plain)
         return tells and enough and all(self.evidence(hypothesis, item) for item in hypothesis)
 

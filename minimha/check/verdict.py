@@ -18,7 +18,7 @@ from minimha.check import readings, relations
 from minimha.check.answer import Answer
 from minimha.check.arranged import FAMILY
 from minimha.check.catalogue import DEVIATIONS
-from minimha.check.catalogue_delta import CLEARING, NAN_LEAKS
+from minimha.check.catalogue_delta import CLEARING, IN_16_BITS, NAN_LEAKS
 from minimha.check.conditions import sizes_of_wrong
 from minimha.check.expanded import ARRANGING
 from minimha.check.problems import Graded
@@ -36,7 +36,7 @@ DIFFERENCES = {  # what most libraries have, and what harms no right use
 
 TOLERANCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}  # of relations between answers
 # Named only if no other deviation, which says more, explains as many answers.
-GENERAL = {"offset_moved", "causal_in_blocks", "delta_state_in_16_bits"}
+GENERAL = {"offset_moved", "causal_in_blocks", *IN_16_BITS}
 NUMBERS = 4096  # of each output, looked at for the format that they were rounded to
 WIDER = ("float32", "float64")  # output dtypes that lose no precision
 

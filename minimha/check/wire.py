@@ -10,6 +10,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from minimha.equations.arrays import FLOAT8, extension
+
 HEADER = struct.Struct("<4sIQQ")  # the mark, a checksum and two sizes
 MARK = b"mha:"
 LARGEST = 2**32  # the most bytes of either half of a record
@@ -20,7 +22,7 @@ def send(stream: IO[bytes], record: Mapping[str, Any]) -> None:
     arrays = {name: value for name, value in record.items() if isinstance(value, np.ndarray)}
     plain = {name: value for name, value in record.items() if name not in arrays}
     bodies = {name: np.ascontiguousarray(_known(array)) for name, array in arrays.items()}
-    axes = {name: (body.dtype.str, body.shape) for name, body in bodies.items()}
+    axes = {name: (_dtype(arrays[name], body), body.shape) for name, body in bodies.items()}
     head = json.dumps({"plain": plain, "arrays": axes}, default=_scalar).encode()
     body = b"".join(array.tobytes() for array in bodies.values())
     checksum = zlib.crc32(body, zlib.crc32(head))
@@ -49,15 +51,22 @@ def receive(stream: IO[bytes]) -> dict[str, Any] | None:
     start = 0
     for name, (dtype, shape) in described["arrays"].items():
         count = int(np.prod(shape))
-        array = np.frombuffer(body, dtype, count, start).reshape(shape)
+        known = extension(name, FLOAT8) if dtype == FLOAT8 else dtype
+        array = np.frombuffer(body, known, count, start).reshape(shape)
         record[name] = array
         start += array.nbytes
     return record
 
 
 def _known(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Convert bfloat16 to float32, which every reader knows and which loses nothing."""
+    """Convert bfloat16 to float32, which loses nothing, and float8 to its bytes."""
+    if array.dtype.name == FLOAT8:
+        return array.view(np.uint8)
     return array if array.dtype.kind in "biuf" else array.astype(np.float32)
+
+
+def _dtype(array: np.ndarray[Any, Any], body: np.ndarray[Any, Any]) -> str:
+    return FLOAT8 if array.dtype.name == FLOAT8 else body.dtype.str
 
 
 def _scalar(value: Any) -> Any:

@@ -22,10 +22,17 @@ Array = NDArray[Any]
 IN_INPUTS = 4  # roundings to the inputs' dtype, of the largest state
 IN_SUMS = 6  # roundings to float32, at each token
 OVERFLOWN = 1e25  # a float32 kernel may have overflown on the way to such a number
+MOST_LOSS = 5  # times the root mean square of what a state kept in 16 bits loses
 MOST_DECAY = 100.0  # of -g: after more, nothing is left whose rounding matters
 APART, DROPPING = "delta_chunks_apart", "delta_last_chunk_dropped"
-# These treat the state from before a chunk in another way than what the chunk adds.
-SPLITTING = ("delta_chunk_state_not_decayed", "delta_chunk_state_kept", "delta_chunk_not_solved")
+# These treat what was stored before a chunk, or in it, in another way than the rest of the state.
+SPLITTING = (
+    "delta_chunk_state_not_decayed", "delta_chunk_prediction_not_decayed",
+    "delta_chunk_output_not_decayed", "delta_chunk_scores_not_decayed",
+    "delta_chunk_triangle_not_decayed", "delta_chunk_stored_not_decayed",
+    "delta_chunk_stored_decays_whole", "delta_chunk_state_kept", "delta_chunk_not_solved",
+)  # fmt: skip
+LARGEST_SUM = 87.0  # of -g in a chunk of 64 tokens: exp of more is infinite in float32
 
 
 class PreparedDelta:
@@ -51,12 +58,13 @@ def deviate_delta(p: PreparedDelta, d: Mapping[str, Any]) -> Deviated:
         for s, (b, first, count) in enumerate(p.problem.rows):
             if s == 0 or not ("delta_sequences_run_on" in d and "cu_seqlens" in arguments):
                 S = _initial(p, d, s)
-            count = p.v.shape[2] if "delta_lengths_ignored" in d else count
-            tokens = [x[b, :, first : first + count] for x in steps]
-            S, O[b, :, first : first + count], bound[b, :, first : first + count] = _Tokens(
-                p, d, S
-            ).all(*tokens)
+            there = slice(first, first + count if "cu_seqlens" in arguments else None)
+            one = _Tokens(p, d, S, count)
+            O[b, :, there], bound[b, :, there] = one.all(*(x[b, :, there] for x in steps))
+            S = one.S
         is_free = p.is_finite & ~(abs(O) < OVERFLOWN)
+        if "delta_decay_overflows" in d:
+            is_free = is_free | (_sums(p.g) > LARGEST_SUM)
     nothing = np.zeros(O.shape[:3])
     return Deviated(
         O, bound, nothing, nothing, _others(p, d, O), is_free, np.ones(nothing.shape, bool)
@@ -67,17 +75,38 @@ def _others(p: PreparedDelta, d: Mapping[str, Any], O: Array) -> tuple[Array, ..
     """Return what else is accepted: NaN in the heads that a deviation lets have it."""
     nan = np.where(np.isnan(O).any((2, 3), keepdims=True), np.nan, O)
     cleared = np.where(np.isneginf(p.g).any((2, 3), keepdims=True), np.nan, O)
-    pairs = ("delta_nan_leaks", nan), ("delta_clearing_is_nan", cleared)
+    overflown = np.where((_sums(p.g) > LARGEST_SUM).any((2, 3), keepdims=True), np.nan, O)
+    pairs = (
+        ("delta_nan_leaks", nan), ("delta_clearing_is_nan", cleared),
+        ("delta_decay_overflows", overflown),
+    )  # fmt: skip
     return tuple(other for name, other in pairs if name in d)
+
+
+def _sums(g: Array) -> Array:
+    """Return the largest sum of -g from the start of each token's chunk of 64, (B, H, L, 1)."""
+    found = np.zeros((*g.shape[:3], 1))
+    for start in range(0, g.shape[2], 64):
+        chunk = slice(start, start + 64)
+        found[:, :, chunk] = np.cumsum(-g[:, :, chunk], axis=2).max(-1, keepdims=True)
+    return found
 
 
 def _inputs(p: PreparedDelta, d: Mapping[str, Any]) -> list[Array]:
     """Return q, k, v, β and exp(g), (B, H, L, ·) each, as the tokens need them."""
-    x, D, Dv = {"q": p.q, "k": p.k}, p.k.shape[-1], p.v.shape[-1]
+    scale, is_early = _scale(p, d), "delta_scale_before_norm" in d
+    x = {"q": p.q * scale if is_early else p.q, "k": p.k}
     for name in x:
         if p.problem.normalize or name in d.get("delta_norm_always", ""):
             x[name] = _normalised(x[name], name, d)
-    scale = p.problem.scale
+    q, k = x["q"] * (1 if is_early else scale), x["k"]
+    k = k * scale if "delta_scale_on_keys" in d else k
+    q, k = (a[:, _heads(p, d, name)] for a, name in ((q, "q"), (k, "k")))
+    return [q, k, p.v, _fractions(p, d), _decays(p, d)]
+
+
+def _scale(p: PreparedDelta, d: Mapping[str, Any]) -> float:
+    D, Dv, scale = p.k.shape[-1], p.v.shape[-1], p.problem.scale
     if "scale" in p.graded.arguments:
         scale = D**-0.5 if "delta_scale_ignored" in d else scale
         scale *= D**-0.5 if "delta_scale_times_default" in d else 1
@@ -87,10 +116,7 @@ def _inputs(p: PreparedDelta, d: Mapping[str, Any]) -> list[Array]:
             ("delta_scale_of_values", Dv**-0.5),
         ):  # fmt: skip
             scale = value if name in d else scale
-    scale *= scale if "delta_scale_twice" in d else 1
-    q, k = x["q"] * scale, x["k"] * (scale if "delta_scale_on_keys" in d else 1)
-    q, k = (a[:, _heads(p, d, name)] for a, name in ((q, "q"), (k, "k")))
-    return [q, k, p.v, _fractions(p, d), _decays(p, d)]
+    return float(scale * scale if "delta_scale_twice" in d else scale)
 
 
 def _normalised(x: Array, name: str, d: Mapping[str, Any]) -> Array:
@@ -167,46 +193,58 @@ def _transposed(S: Array) -> Array:
 class _Tokens:
     """The tokens of one sequence: their states, outputs and bounds."""
 
-    def __init__(self, p: PreparedDelta, d: Mapping[str, Any], S: Array) -> None:
+    def __init__(self, p: PreparedDelta, d: Mapping[str, Any], S: Array, length: int) -> None:
         self.p, self.d, self.S = p, d, S
+        self.length = length  # of the first call's tokens, those that exist
         self.size = next((d[name] for name in (APART, DROPPING, *SPLITTING) if name in d), 0)
         self.is_split = any(name in d for name in SPLITTING)
         self.before_chunk = self.faded = S  # the state before a chunk, and what is left of it
-        self.own = np.zeros_like(S)  # what the chunk has added
+        self.own = self.stored_raw = np.zeros_like(S)  # what the chunk has stored, without decay
+        self.faded_by = np.ones_like(S)  # the product of the chunk's decays
         self.stored = d.get("delta_state_in_16_bits")
         self.error = self.largest = self.loss = self.decay = np.zeros(len(S))  # of each head
 
-    def all(self, q: Array, k: Array, v: Array, beta: Array, a: Array) -> tuple[Array, ...]:
-        """Return the last state, the outputs and their bounds; inputs are (H, L, ·)."""
+    def all(self, q: Array, k: Array, v: Array, beta: Array, a: Array) -> tuple[Array, Array]:
+        """Return the outputs and their bounds; inputs are (H, L, ·)."""
         O, bound = np.zeros(v.shape), np.zeros(v.shape)
         ends = np.cumsum(self.p.graded.chunks or (v.shape[1],)).tolist()
         for start, stop in zip([0, *ends[:-1]], ends, strict=True):
             before, count = self.S, stop - start
             if DROPPING in self.d:
                 count = count // self.size * self.size
+            sees_padding = {"delta_lengths_ignored", "delta_state_beyond_length"} & {*self.d}
+            if start == 0 and not sees_padding:
+                count = min(count, self.length)
             for t in range(start, start + count):
                 if self.size and (t - start) % self.size == 0:
                     self._begin_chunk(is_first=t == start)
                 before = self.S
-                O[:, t] = self._token(q[:, t], k[:, t], v[:, t], beta[:, t], a[:, t], t == 0)
-                bound[:, t] = self._bound(q[:, t], O[:, t])
+                output = self._token(q[:, t], k[:, t], v[:, t], beta[:, t], a[:, t], t == 0)
+                if start or t < self.length or "delta_lengths_ignored" in self.d:
+                    O[:, t], bound[:, t] = output, self._bound(q[:, t], output)
             self.S = self._passed_on()
             if stop < ends[-1]:
                 self._return(before, a[:, stop - 1])
-        return self.S, O, bound
+        return O, bound
 
     def _begin_chunk(self, *, is_first: bool) -> None:
         self.S = self.S if is_first else self._passed_on()
         if APART in self.d and not is_first:
             self.S = np.zeros_like(self.S)
         self.before_chunk = self.faded = self.S
-        self.own = np.zeros_like(self.S)
+        self.own = self.stored_raw = np.zeros_like(self.S)
+        self.faded_by = np.ones_like(self.S)
 
     def _passed_on(self) -> Array:
         """Return the state that the next chunk or call gets."""
         if not self.is_split:
             return self.S
-        return self.own + (self.before_chunk if SPLITTING[1] in self.d else self.faded)
+        own = self.own
+        if "delta_chunk_stored_not_decayed" in self.d:
+            own = self.stored_raw
+        if "delta_chunk_stored_decays_whole" in self.d:
+            own = self.faded_by * self.stored_raw
+        return own + (self.before_chunk if "delta_chunk_state_kept" in self.d else self.faded)
 
     def _return(self, before: Array, a: Array) -> None:
         """Change the state between two calls, as the deviations do."""
@@ -230,15 +268,17 @@ class _Tokens:
         if "delta_decay_last" in d:
             decayed = read = before
         if self.is_split:
-            self.own, self.faded = decay * self.own, decay * self.faded
-            there = self.before_chunk if SPLITTING[0] in d else self.faded
-            decayed = read = self.own + there
-            read = there if SPLITTING[2] in d else read
+            decayed, read = self._by_chunks(decay)
         by = q if "delta_prediction_not_by_key" in d else k
         u = self._correction(v, (by[:, None] @ read)[:, 0], beta)
         stored = k[..., None] * u[:, None]
         self.S, self.own = decayed + stored, self.own + stored
+        self.stored_raw = self.stored_raw + stored
         source = self.S
+        if "delta_chunk_output_not_decayed" in d:
+            source = self.own + self.before_chunk
+        if "delta_chunk_scores_not_decayed" in d:
+            source = self.stored_raw + self.faded
         if "delta_read_before_update" in d:
             source = before if d["delta_read_before_update"] == "not decayed" else decayed
         if "delta_decay_last" in d:
@@ -246,6 +286,21 @@ class _Tokens:
             source = self.S if d["delta_decay_last"] == "read after" else source
         self._grow(k, u, v, beta, decay)
         return np.asarray((q[:, None] @ source)[:, 0])
+
+    def _by_chunks(self, decay: Array) -> tuple[Array, Array]:
+        """Return the decayed state, and the state that the error reads."""
+        d = self.d
+        self.own, self.faded = decay * self.own, decay * self.faded
+        self.faded_by = decay * self.faded_by
+        there = self.before_chunk if "delta_chunk_state_not_decayed" in d else self.faded
+        read = self.own + there
+        if "delta_chunk_prediction_not_decayed" in d:
+            read = self.own + self.before_chunk
+        if "delta_chunk_triangle_not_decayed" in d:
+            read = self.stored_raw + self.faded
+        if "delta_chunk_not_solved" in d:
+            read = self.faded
+        return self.own + there, read
 
     def _correction(self, v: Array, predicted: Array, beta: Array) -> Array:
         d = self.d
@@ -271,11 +326,12 @@ class _Tokens:
         if self.stored is not None:
             bits, exponent = FORMATS[self.stored]
             self.S = rounded(self.S, bits, exponent)
-            self.loss = passed * self.loss + 2.0**-bits * size
+            own = 2.0 ** (-bits - 1) * size  # independent at each token
+            self.loss = np.sqrt((passed * self.loss) ** 2 + own**2)
 
     def _bound(self, q: Array, output: Array) -> Array:
         unit = self.p.unit
-        state = self.error + self.loss + IN_INPUTS * unit * self.largest
+        state = self.error + MOST_LOSS * self.loss + IN_INPUTS * unit * self.largest
         longest = np.sqrt(np.square(q).sum(-1)) * state
         return np.asarray(np.nan_to_num(longest)[:, None] + unit * abs(np.nan_to_num(output)))
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+FLOAT8 = "float8_e4m3fn"  # the name of the dtype in ml_dtypes and torch
 LIBRARIES = ("torch", "cupy", "jax", "numba")
 ON_CUDA = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 UNKNOWN = -1  # no device's ordinal
@@ -126,7 +127,7 @@ def as_numpy(name: str, value: Any) -> NDArray[Any]:
     if torch and value.dtype == torch.bfloat16:
         dtype, integers = bfloat16(name), torch.int16
     elif torch and hasattr(torch, "float8_e4m3fn") and value.dtype == torch.float8_e4m3fn:
-        dtype, integers = extension(name, "float8_e4m3fn"), torch.uint8
+        dtype, integers = extension(name, FLOAT8), torch.uint8
     try:
         return np.asarray(value) if dtype is None else value.view(integers).numpy().view(dtype)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -145,6 +146,8 @@ def like(given: Any, result: NDArray[Any]) -> Any:
     library = library_of(given)
     if library == "torch":
         torch = sys.modules["torch"]
+        if result.dtype.kind == "V" and result.dtype.itemsize == 1:
+            return torch.from_numpy(result.view(np.uint8)).view(torch.float8_e4m3fn)
         if result.dtype.kind == "V":  # bfloat16; its name is slower to read
             return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(result)

@@ -1,5 +1,6 @@
 """Packed sequences, pages, functions, and 8-bit keys: what `check` asks about them."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -180,6 +181,26 @@ def scales_of_head_0(k, v, k_scale, v_scale):
     return {"k_scale": k_scale, "v_scale": v_scale}
 
 
+def reading(dtype, other):
+    """A kernel that reads bytes of one dtype as another one."""
+
+    def arrays(k, v, s, t):
+        if k.dtype.name != dtype:
+            return {"k_scale": s, "v_scale": t}
+        return {"k": widened(k.view(other), s), "v": widened(v.view(other), t)}
+
+    return scaled(arrays)
+
+
+def scales_by_query_head(q, k, v, k_scale=None, v_scale=None, **options):
+    H, Hkv = q.shape[1], k.shape[1]
+    if k_scale is not None and np.ndim(k_scale):
+        k, v = (x.repeat(H // Hkv, 1) for x in (k, v))
+        axis = max(0, k_scale.ndim - 2)
+        k_scale, v_scale = (s.take(np.arange(H) % Hkv, axis) for s in (k_scale, v_scale))
+    return dense(q, k, v, k_scale=k_scale, v_scale=v_scale, **options)
+
+
 @pytest.mark.parametrize(
     ("kernel", "named", "where"),
     [
@@ -211,16 +232,10 @@ def scales_of_head_0(k, v, k_scale, v_scale):
             "",
         ),
         (scaled(scales_of_head_0), "scales_of_first_for_all", ""),
-        (
-            scaled(
-                lambda k, v, s, t: {
-                    "k": widened(k.view(np.uint8), s),
-                    "v": widened(v.view(np.uint8), t),
-                }
-            ),
-            "eight_bits_unsigned",
-            "",
-        ),
+        (scaled(lambda k, v, s, t: {"k_scale": 1 / s, "v_scale": 1 / t}), "scales_divide", ""),
+        (scales_by_query_head, "scales_tiled", ""),
+        (reading("int8", np.uint8), "eight_bits_unsigned", ""),
+        (reading("float8_e4m3fn", ml_dtypes.float8_e5m2), "eight_bits_misread", ""),
     ],
 )
 def test_a_bug_that_only_these_options_show_is_named(kernel, named, where):
