@@ -32,6 +32,7 @@ from minimha.check.conditions import sizes
 from minimha.check.page import as_text
 from minimha.check.problems import Graded, graded, layer_problems
 from minimha.check.problems_delta import delta_problems
+from minimha.check.problems_indexer import indexer_problems
 from minimha.check.report import Report
 from minimha.check.target import split
 from minimha.check.verdict import judge
@@ -84,7 +85,8 @@ def check(
         The dtype of queries, keys and values.
     is_layer : bool, default False
         If True, ``function`` is a class of whole layers, which is called as
-        ``minimha.check.calling_layers`` describes; ``speaks`` must be "minimha" or "torch".
+        ``minimha.check.calling_layers`` describes; ``speaks`` must be "minimha", "torch" or
+        "lightning_indexer".
     arrays : {"numpy", "torch", "jax", "cupy"}, optional
         The library whose arrays the function receives; by default the usual one for ``speaks``. If
         the function refuses those arrays, other imported libraries are tried.
@@ -143,6 +145,10 @@ def check(
         None if max_heads is None else integer("max_heads", max_heads, low=1),
         flag("is_square", is_square),
     )
+    if speaks == "lightning_indexer" and not is_layer:
+        raise ValueError(
+            "speaks is 'lightning_indexer', which describes a class of layers: give is_layer=True"
+        )
     is_delta_rule = translation.DIALECTS[speaks].is_delta_rule
     if (is_layer or is_delta_rule) and limits != Limits():
         raise ValueError(
@@ -163,10 +169,7 @@ def check(
         # Other libraries' functions have no packed sequences, pages or functions of scores.
         asked = Asking(lambda new: [], tried, seed, limits, arranges=speaks == "minimha")
         with _asker(function, timeout, some, progress, is_layer=is_layer) as asked.ask:
-            if is_delta_rule:
-                asked.run(delta_problems(seed))
-            else:
-                asked.run(layer_problems(tried) if is_layer else graded(tried))
+            asked.run(_first(speaks, tried, seed, is_layer=is_layer))
         first = first or (asked.answers, tried)
         if any(answer.refusal is None for answer in asked.answers.values()):
             first = asked.answers, tried
@@ -175,6 +178,15 @@ def check(
     answers, taken = first
     name = function if isinstance(function, str) else _name_of(function)
     return judged([*answers], [*answers.values()], name, speaks, taken, progress, seed)
+
+
+def _first(speaks: str, dtype: str, seed: int, *, is_layer: bool) -> Sequence[Graded]:
+    """Return the problems that come first; others depend on their answers."""
+    if translation.DIALECTS[speaks].is_delta_rule:
+        return delta_problems(seed)
+    if speaks == "lightning_indexer":
+        return indexer_problems(seed)
+    return layer_problems(dtype) if is_layer else graded(dtype)
 
 
 @contextmanager

@@ -5,6 +5,11 @@ add ``num_kv_heads``, ``b_q`` to ``b_o``, ``rope_base`` and ``rope_interleaved``
 called as ``layer(x)``, or with ``is_causal``, ``attn_mask`` (True = may attend) and ``cache``. The
 cache is a dictionary that starts empty and is passed again with the next tokens. Matrices are
 applied as x @ W.
+
+A class that ``speaks="lightning_indexer"`` is called as ``Indexer(W_iq=…, W_ik=…, g_ik=…, b_ik=…,
+W_iw=…, num_heads=Hi, top_k=K, rope_base=…, rope_dim=R, rope_interleaved=…)``, and an instance as
+``indexer(x, latents)``, or with ``is_causal=True``. It returns the indices of the picked keys, as
+``minimha.layers.LightningIndexer`` does; -1 is none.
 """
 
 from __future__ import annotations
@@ -15,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from minimha.check.adapted import results
-from minimha.check.calling import Array, Axes, Caller, numbers_of
+from minimha.check.calling import Array, Axes, Caller, NotAnArray, numbers_of
 from minimha.check.translation import Refused
-from minimha.layers import KVCache, MultiHeadAttention, RoPE
+from minimha.layers import KVCache, LightningIndexer, MultiHeadAttention, RoPE
 
-SPOKEN = ("minimha", "torch")
+SPOKEN = ("minimha", "torch", "lightning_indexer")
 BIASES: tuple[str, ...] = ("b_q", "b_k", "b_v", "b_o")
 
 
@@ -35,6 +40,9 @@ class LayerCaller(Caller):
         return [cast["x"]], {name: value for name, value in cast.items() if name != "x"}
 
     def _axes(self, cast: Mapping[str, Any]) -> Axes:
+        if "top_k" in cast:
+            B, L, _ = cast["x"].shape
+            return ("(B, L, L)", (B, L, L)), ("()", ())
         return ("(B, L, E)", cast["x"].shape), ("()", ())
 
     def _is_in_dtype(self, name: str) -> bool:
@@ -45,6 +53,8 @@ def function_of(cls: Callable[..., Any], speaks: str) -> Callable[..., Any]:
     """Return a ``function(x, **arguments)`` that makes a layer of ``cls`` and calls it on x."""
     if speaks not in SPOKEN:
         raise ValueError(f"speaks is {speaks!r}: expected one of {SPOKEN}, for a layer")
+    if speaks == "lightning_indexer":
+        return _indexer(cls)
     if isinstance(cls, type) and issubclass(cls, MultiHeadAttention):
         return _ours(cls)
     return _torch(cls) if speaks == "torch" else _plain(cls)
@@ -112,6 +122,39 @@ def _torch(cls: Callable[..., Any]) -> Callable[..., Any]:
         options = {"attn_mask": hidden} if is_causal or attn_mask is not None else {}
         with torch.no_grad():
             return module.to(x).eval()(x, x, x, **options)
+
+    return function
+
+
+def _indexer(cls: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``cls`` like ``LightningIndexer``, or with all that it needs as keywords; see there.
+
+    Its indices (B, L, K) or (B, 1, L, K) become ones in zeros (B, L, L), of the dtype of x.
+    """
+
+    def function(
+        x: Any, latents: Any, chunks: Sequence[int] = (), is_causal: bool = False, **layer: Any
+    ) -> Array:
+        if isinstance(cls, type) and issubclass(cls, LightningIndexer):
+            base, R = layer.pop("rope_base"), layer.pop("rope_dim")
+            pairs = layer.pop("rope_interleaved")
+            sizes = {name: layer.pop(name) for name in ("num_heads", "top_k")}
+            rope = RoPE(layer["W_ik"].shape[1], base, interleaved=pairs, rotary_dim=R)
+            made: Any = cls(layer, **sizes, rope=rope)
+        else:
+            made = cls(**layer)
+        indices = numbers_of(made(x, latents, **_given(is_causal, None)))
+        B, L = x.shape[:2]
+        if indices.dtype.kind not in "iu" or indices.size % (B * L) or indices.ndim not in (3, 4):
+            raise NotAnArray(
+                f"it returned {indices.dtype} of shape {indices.shape}: expected integers (B, L, K)"
+            )
+        indices = indices.reshape(B, L, -1)
+        if indices.size and not -1 <= indices.min() <= indices.max() < L:
+            raise NotAnArray(f"an index is not in -1 to {L - 1}, the last token")
+        picked = np.zeros((B, L, L + 1), numbers_of(x).dtype)  # an index of -1 is the last column
+        np.put_along_axis(picked, indices.astype(np.int64), picked.dtype.type(1), -1)
+        return np.ascontiguousarray(picked[..., :-1])
 
     return function
 

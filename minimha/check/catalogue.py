@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from minimha.check.catalogue_delta import OF_DELTA
+from minimha.check.catalogue_indexer import OF_INDEXERS
 from minimha.check.catalogue_layers import OF_LAYERS
 from minimha.check.deviation import Deviation, stage
 
@@ -543,6 +544,7 @@ _ALL = [
     ),
     *OF_LAYERS,
     *OF_DELTA,
+    *OF_INDEXERS,
     *stage("run", ALWAYS,
         ("not_deterministic", "Two runs differ.", "Look for dropout, or for a race."),
         ("runs_differ_bitwise", "Two runs differ in their last bits.",

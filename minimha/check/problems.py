@@ -23,7 +23,10 @@ Array = NDArray[Any]
 
 SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 LARGEST = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.4e38}
-REQUIRED = ("q", "k", "v", "g", "beta", "x", "W_q", "W_k", "W_v", "W_o", "num_heads")  # not options
+REQUIRED = (  # not options
+    "q", "k", "v", "g", "beta", "x", "W_q", "W_k", "W_v", "W_o", "num_heads",
+    "latents", "W_iq", "W_ik", "W_iw", "g_ik", "b_ik", "top_k", "rope_dim",
+)  # fmt: skip
 EIGHT = {"Lq": 8, "Lk": 8, "D": 8}  # sizes of problems with V = I
 MANY = 301  # keys: not divisible by any usual block size
 
@@ -42,7 +45,7 @@ class Graded:
     is_exact: bool = False  # scores, scaled or not, are representable in the dtype
     layer: Mapping[str, Any] | None = None  # the constructor's arguments of a layer
     chunks: tuple[int, ...] = ()  # the number of tokens of each call with a cache
-    # "alone", "crossed", "sized" or "delta rule" if each run draws new numbers.
+    # "alone", "crossed", "sized", "delta rule" or "indexer" if each run draws new numbers.
     family: str = ""
 
     @property

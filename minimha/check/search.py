@@ -20,28 +20,32 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.check import problems_delta, problems_indexer
 from minimha.check.answer import Answer
 from minimha.check.catalogue import DEVIATIONS
 from minimha.check.catalogue_delta import CLEARING, IN_16_BITS, NAN_LEAKS, OF_DELTA
+from minimha.check.catalogue_indexer import OF_INDEXERS, TIES
 from minimha.check.compared import Fit, compare
 from minimha.check.conditions import USUAL, conditions, limits, sizes
 from minimha.check.expanded import ARRANGING, expanded
 from minimha.check.fitted import fitted
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.problems import Graded
-from minimha.check.problems_delta import FAMILY
 from minimha.check.visible import KINDS
 from minimha.check.wrong_attention import HIDDEN_ROWS, LEAKS, Deviated, deviate
 from minimha.check.wrong_delta import PreparedDelta, deviate_delta
+from minimha.check.wrong_indexer import PreparedIndexer, deviate_indexer
 from minimha.check.wrong_layer import PreparedLayer, deviate_layer
 
 Array = NDArray[Any]
 Item = tuple[Any, ...]  # an identifier, its value, and the set of conditions if it has any
 Hypothesis = frozenset[Item]
-AnyPrepared = Prepared | PreparedLayer | PreparedDelta
-DELTA = frozenset(deviation.identifier for deviation in OF_DELTA)
+AnyPrepared = Prepared | PreparedLayer | PreparedDelta | PreparedIndexer
+# By deviation, an argument that all problems have for what alone has the deviation.
+KIND_OF = {d.identifier: "beta" for d in OF_DELTA} | {d.identifier: "top_k" for d in OF_INDEXERS}
 Items = TypeVar("Items", Hypothesis, list[Item])
 
+DRAWN = (problems_delta.FAMILY, problems_indexer.FAMILY)
 STEPS = 6  # enough to find four deviations and their right values
 WIDTH = 8  # the most hypotheses that are followed at a time
 MARGIN = 3  # a followed hypothesis has at most this many more contradictions than the best one
@@ -71,6 +75,7 @@ class Known:
         plain = expanded(problem.arguments)[0] if is_attention else problem.arguments
         self.length = plain["x" if problem.layer else "k"].shape[-2]
         self.options = set(problem.options) | set(problem.layer or ()) | {*plain} - {"q_offset"}
+        self.kind = next((name for name in ("beta", "top_k") if name in self.options), "")
         self.conditions = conditions(problem.arguments) if is_attention else frozenset()
         self.sizes = sizes(problem.arguments) if is_attention else {}
         self.has_nan = not problem.layer and any(
@@ -84,8 +89,11 @@ class Known:
     def is_mild(self) -> bool:
         """Whether the problem has NaN, or queries that see no key: most libraries fail there.
 
-        In the delta rule, a state that g = -inf clears counts as such a query.
+        In the delta rule, a state that g = -inf clears counts as such a query. All problems for
+        indexers are mild: equal scores may be anywhere.
         """
+        if self.kind == "top_k":
+            return True
         if "g" in self.graded.arguments:
             return self.has_nan or bool(np.isneginf(self.graded.arguments["g"]).any())
         x = None if self.graded.family else self._prepared
@@ -106,6 +114,8 @@ class Known:
 
     @cached_property
     def _prepared(self) -> AnyPrepared:
+        if self.kind == "top_k":
+            return PreparedIndexer(self.graded, self.dtype)
         if self.graded.layer is not None:
             return PreparedLayer(self.graded, self.dtype)
         if not self.graded.is_attention:
@@ -139,7 +149,7 @@ class Known:
         needs = DEVIATIONS[name].needs
         if needs and self.options.isdisjoint(needs):
             return None
-        if ("beta" in self.options) != (name in DELTA):
+        if KIND_OF.get(name, "") != self.kind:
             return None
         if name == "causal_always" and "is_causal" in self.options:
             return None
@@ -203,6 +213,8 @@ _sized = lru_cache(maxsize=64)(Known)  # about those of one function; their answ
 def _deviate(prepared: AnyPrepared, deviations: Mapping[str, Any]) -> Deviated:
     if isinstance(prepared, PreparedDelta):
         return deviate_delta(prepared, deviations)
+    if isinstance(prepared, PreparedIndexer):
+        return deviate_indexer(prepared, deviations)
     if isinstance(prepared, PreparedLayer):
         return deviate_layer(prepared, deviations)
     return deviate(prepared, deviations)
@@ -240,7 +252,7 @@ class Search:
             if answer.output is not None and x.graded.name not in self.left_out
         ]
         families = [self.known[n].graded.family for n in self.taken]
-        first = next((f for f in ("", FAMILY, "alone", "crossed") if f in families), "")
+        first = next((f for f in ("", *DRAWN, "alone", "crossed") if f in families), "")
         # A set is searched for in these, and must hold in all.
         plain = [n for n, f in zip(self.taken, families, strict=True) if f == first]
         self.plain = [n for n in plain if not self.known[n].is_mild] or plain
@@ -285,14 +297,18 @@ class Search:
     def with_mild(self, hypothesis: Hypothesis) -> Hypothesis:
         """Return the hypothesis with what best explains NaN in keys, and queries that see no key.
 
-        If no such deviation explains more, none is added. The values of the hypothesis's other
-        deviations are chosen first, as in ``valued``.
+        For indexers, it is what explains equal scores. If no such deviation explains more, none is
+        added. The values of the hypothesis's other deviations are chosen first, as in ``valued``.
         """
         small = [n for n in self.taken if self.known[n].graded.family != "sized"]
         hypothesis = self.valued(hypothesis, small)
-        for names, has_nan in ((LEAKS + NAN_LEAKS, True), (HIDDEN_ROWS + CLEARING, False)):
+        for names, has_nan in (
+            (LEAKS + NAN_LEAKS, True), (HIDDEN_ROWS + CLEARING + TIES, False),
+        ):  # fmt: skip
             mild = [n for n in small if self.known[n].is_mild and self.known[n].has_nan == has_nan]
-            sets = (hypothesis, *(hypothesis | {(name, 1)} for name in names))
+            new = [name for name in names if name not in names_of(hypothesis)]
+            items = [(name, DEVIATIONS[name].values[-1]) for name in new]
+            sets = (hypothesis, *(hypothesis | {item} for item in items))
             hypothesis = min(sets, key=lambda h: self.left(h, mild))
         return hypothesis
 

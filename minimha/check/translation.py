@@ -359,6 +359,7 @@ DIALECTS = {
     "gated_delta_rule": Dialect(
         "numpy", True, _minimha, adapted=adapted.called_in_turn("return_state"), is_delta_rule=True
     ),
+    "lightning_indexer": Dialect("numpy", True, _minimha),
     "fla": Dialect(
         "torch", False, _fla, adapted=adapted.called_in_turn("output_final_state", axis=1),
         conventions=_as("flash-linear-attention", FROM_SUMS), is_delta_rule=True,

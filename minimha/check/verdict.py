@@ -19,6 +19,7 @@ from minimha.check.answer import Answer
 from minimha.check.arranged import FAMILY
 from minimha.check.catalogue import DEVIATIONS
 from minimha.check.catalogue_delta import CLEARING, IN_16_BITS, NAN_LEAKS
+from minimha.check.catalogue_indexer import TIES
 from minimha.check.conditions import sizes_of_wrong
 from minimha.check.expanded import ARRANGING
 from minimha.check.problems import Graded
@@ -30,7 +31,7 @@ from minimha.check.wrong_attention import HIDDEN_ROWS, LEAKS
 Verdict = Literal["right", "differs", "wrong", "cannot tell"]
 
 DIFFERENCES = {  # what most libraries have, and what harms no right use
-    *LEAKS, *HIDDEN_ROWS, *NAN_LEAKS, *CLEARING, "lse_base_2", "runs_differ_bitwise",
+    *LEAKS, *HIDDEN_ROWS, *NAN_LEAKS, *CLEARING, *TIES, "lse_base_2", "runs_differ_bitwise",
     "batches_differ_bitwise",
 }  # fmt: skip
 

@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="module:Class of whole layers, Class(W_q=…, …, num_heads=H)(x)")  # fmt: skip
     add("--speaks", metavar="DIALECT", default="minimha",
         help="minimha (default), torch, flex_attention, flash_attention, flash_attention_varlen, "
-        "flash_attention_paged, transformers, jax, keras, onnx, gated_delta_rule, fla")  # fmt: skip
+        "flash_attention_paged, transformers, jax, keras, onnx, gated_delta_rule, fla; "
+        "of layers lightning_indexer")  # fmt: skip
     add("--dtype", metavar="DTYPE",
         help="float32, float16 or bfloat16, of q, k and v (default: the first that it takes)",
     )  # fmt: skip

@@ -14,7 +14,7 @@ from minimha.check.catalogue import DEVIATIONS
 from minimha.check.expanded import ARRANGING
 from minimha.check.prepared import Prepared
 from minimha.check.problems import graded
-from minimha.check.search import DELTA
+from minimha.check.search import KIND_OF
 from minimha.check.verdict import judge
 
 UNSIMULATED = ("run", "dropout")  # stages that no equation computes
@@ -31,7 +31,7 @@ def of_attention():
         for deviation in DEVIATIONS.values()
         if deviation.stage not in UNSIMULATED
         and not set(deviation.needs) & {*OF_LAYERS, *ARRANGING}
-        and deviation.identifier not in DELTA
+        and deviation.identifier not in KIND_OF
         and deviation.identifier not in NOT_GRADED
     ]
 

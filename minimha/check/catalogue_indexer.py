@@ -1,0 +1,66 @@
+"""List the known bugs (deviations) of a lightning indexer, which picks keys for each query."""
+
+from __future__ import annotations
+
+from minimha.check.deviation import Deviation, stage
+
+INDEXER = ("top_k",)  # an argument that only indexers have
+
+TIES = ("index_ties_otherwise",)  # another convention, whose last value is any order
+
+OF_INDEXERS: list[Deviation] = [
+    *stage("rotation of the indexer", INDEXER,
+        ("index_rope_ignored", "The indexer's queries and keys are not rotated.",
+         "Rotate their first numbers by the tokens' positions."),
+        ("index_rope_half", "The indexer rotates halves, (i, i + R/2), in place of neighbours.",
+         "Where rope_interleaved is True, as in GLM-5, pairs are (2i, 2i + 1)."),
+        ("index_rope_interleaved", "The indexer rotates neighbours in place of halves.",
+         "Where rope_interleaved is False, as in DeepSeek-V3.2, pairs are (i, i + R/2)."),
+        ("index_rope_on_last", "The indexer rotates the last numbers of its heads.",
+         "It rotates the first ones; the attention rotates the last."),
+        ("index_rope_on_all", "The indexer rotates all numbers of its heads.",
+         "It rotates the first rope_dim of them."),
+        ("index_rope_on_queries_only", "The indexer's keys are not rotated.", "Rotate both."),
+    ),
+    *stage("keys of the indexer", INDEXER,
+        ("index_norm_missing", "The indexer's keys are not normalised.",
+         "Apply the layer norm with g_ik and b_ik before the rotation."),
+        ("index_norm_without_mean", "The mean is not subtracted from the indexer's keys.",
+         "Their norm is a layer norm, not a root mean square."),
+        ("index_norm_bias_ignored", "b_ik is ignored.", "Add it after the gain."),
+        ("index_norm_last", "The indexer's keys are normalised after their rotation.",
+         "Normalise, then rotate."),
+    ),
+    *stage("relu", INDEXER,
+        ("index_relu_missing", "There is no relu.", "Apply it to each head's products."),
+        ("index_relu_of_sum", "The relu is applied to the sum over heads.",
+         "Apply it to each head's products, then weigh and add."),
+    ),
+    *stage("weights of the indexer's heads", INDEXER,
+        ("index_weights_ignored", "The heads are added without weights.",
+         "Multiply each head's products by x W_iw."),
+        ("index_weights_softmax", "A softmax is applied to the weights of the heads.",
+         "The weights are x W_iw; they may be negative."),
+        ("index_weights_absolute", "The weights of the heads lose their signs.",
+         "The weights are x W_iw; they may be negative."),
+        ("index_weights_of_keys", "The weights are those of the key's token.",
+         "They are those of the query's token."),
+        ("index_head_0_only", "The scores are those of head 0.", "Add up all heads."),
+    ),
+    *stage("selection", INDEXER,
+        ("index_picked_before_hidden", "Keys are picked first, and hidden ones among them dropped.",
+         "Hide keys, then pick."),
+        ("index_causal_ignored", "Queries pick keys after them.", "Hide later keys, then pick."),
+        ("index_smallest", "The keys with the smallest scores are picked.", "Pick the largest."),
+        ("index_one_too_few", "One key too few is picked.", "Pick top_k keys."),
+        ("index_own_key_added", "A query's own key is always among its keys.",
+         "Pick by the scores alone."),
+        ("index_same_for_all", "All queries of an entry pick the last one's keys.",
+         "Pick for each query."),
+    ),
+    *stage("ties", INDEXER,
+        ("index_ties_otherwise",
+         "Of keys with equal scores, others than those with the lowest indices are picked.",
+         "Pick lower indices first, as a stable sort does.", ("higher first", "any")),
+    ),
+]  # fmt: skip

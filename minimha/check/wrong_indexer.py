@@ -1,0 +1,141 @@
+"""Compute the keys that a lightning indexer picks, with any set of known bugs, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check.prepared import UNITS
+from minimha.check.problems import Graded
+from minimha.check.wrong_attention import Deviated
+from minimha.layers import RoPE
+from minimha.layers.indexer import largest
+
+Array = NDArray[Any]
+
+EPSILON = 1e-6
+ROUNDINGS = 64  # at most, in a score, of its largest products
+
+
+class PreparedIndexer:
+    """A problem of an indexer in float64."""
+
+    def __init__(self, graded: Graded, dtype: str = "float32") -> None:
+        given = {**graded.arguments, **(graded.layer or {})}
+        self.given, self.unit = given, UNITS[dtype]
+        self.arrays = {n: np.float64(x) for n, x in given.items() if isinstance(x, np.ndarray)}
+        self.B, self.L, _ = given["x"].shape
+        self.heads = int(given["num_heads"])
+        self.width = given["W_ik"].shape[1]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.arrays[name]
+
+
+def deviate_indexer(p: PreparedIndexer, d: Mapping[str, Any]) -> Deviated:
+    """Return the picks as 1 and 0, (B, L, L); ``d`` has the names of deviations."""
+    products, sizes = _products(p, d)
+    w = _weights(p, d)
+    I, size = _scores(d, products, w), (abs(w) * sizes).sum(1)
+    error = ROUNDINGS * p.unit * size.max(-1, keepdims=True)
+    # Not exactly 0 for sure: another order of sums may move such a product across 0.
+    is_unsure = np.asarray((abs(products) <= ROUNDINGS * p.unit * sizes).any(1))
+    seen = np.ones(I.shape, bool)
+    if p.given.get("is_causal"):
+        seen = np.broadcast_to(np.tri(p.L, dtype=bool), I.shape)
+    picked, is_free = _picked(p, d, I, seen, error, is_unsure)
+    if "index_same_for_all" in d:
+        picked, is_free = (np.broadcast_to(x[:, -1:], x.shape) for x in (picked, is_free))
+    nothing = np.zeros((p.B, 1, p.L))
+    output = picked.astype(np.float64)
+    return Deviated(output, np.zeros(output.shape), nothing, nothing, (), is_free, nothing == 0)
+
+
+def _products(p: PreparedIndexer, d: Mapping[str, Any]) -> tuple[Array, Array]:
+    """Return the products of queries and keys and their sizes, (B, Hi, L, L) each."""
+    q = (p.latents @ p.W_iq).reshape(p.B, p.L, p.heads, p.width).swapaxes(1, 2)
+    k = (p.x @ p.W_ik)[:, None]
+    q = _rotated(p, d, q)
+    on_keys = "index_rope_on_queries_only" not in d
+    if "index_norm_last" in d:
+        k = _normalised(p, d, _rotated(p, d, k) if on_keys else k)
+    else:
+        k = _normalised(p, d, k)
+        k = _rotated(p, d, k) if on_keys else k
+    K = k.swapaxes(-1, -2)
+    return q @ K * p.width**-0.5, abs(q) @ abs(K) * p.width**-0.5
+
+
+def _normalised(p: PreparedIndexer, d: Mapping[str, Any], k: Array) -> Array:
+    if "index_norm_missing" in d:
+        return k
+    mean = 0 if "index_norm_without_mean" in d else k.mean(-1, keepdims=True)
+    spread = np.sqrt(np.square(k - mean).mean(-1, keepdims=True) + EPSILON)
+    bias = 0 if "index_norm_bias_ignored" in d else p.b_ik
+    return np.asarray((k - mean) / spread * p.g_ik + bias)
+
+
+def _rotated(p: PreparedIndexer, d: Mapping[str, Any], x: Array) -> Array:
+    if "index_rope_ignored" in d:
+        return x
+    is_interleaved = bool(p.given["rope_interleaved"])
+    if "index_rope_half" in d or "index_rope_interleaved" in d:
+        is_interleaved = "index_rope_interleaved" in d
+    R = p.width if "index_rope_on_all" in d else int(p.given["rope_dim"])
+    rope = RoPE(p.width, p.given["rope_base"], interleaved=is_interleaved, rotary_dim=R)
+    shift = R if "index_rope_on_last" in d else 0
+    turned = rope.rotate(np.roll(x, shift, -1), np.arange(p.L))
+    return np.asarray(np.roll(turned, -shift, -1))
+
+
+def _weights(p: PreparedIndexer, d: Mapping[str, Any]) -> Array:
+    """Return the weights of the heads, (B, Hi, L, 1), or of another shape that broadcasts."""
+    w = (p.x @ p.W_iw).swapaxes(1, 2)[..., None] * p.heads**-0.5
+    if "index_weights_ignored" in d:
+        return np.ones_like(w)
+    if "index_weights_softmax" in d:
+        return np.asarray(np.exp(w) / np.exp(w).sum(1, keepdims=True))
+    if "index_head_0_only" in d:
+        return np.asarray(w * (np.arange(p.heads) == 0)[:, None, None])
+    if "index_weights_of_keys" in d:
+        return np.asarray(w.swapaxes(2, 3))
+    return np.asarray(abs(w) if "index_weights_absolute" in d else w)
+
+
+def _scores(d: Mapping[str, Any], products: Array, w: Array) -> Array:
+    if "index_relu_missing" in d:
+        return np.asarray((w * products).sum(1))
+    if "index_relu_of_sum" in d:
+        return np.asarray(np.maximum((w * products).sum(1), 0))
+    return np.asarray((w * np.maximum(products, 0)).sum(1))
+
+
+def _picked(
+    p: PreparedIndexer, d: Mapping[str, Any], I: Array, seen: Array, error: Array, is_unsure: Array
+) -> tuple[Array, Array]:
+    """Return which keys are picked, and where rounding may decide it, (B, L, L) each."""
+    top_k = int(p.given["top_k"]) - ("index_one_too_few" in d)
+    I = -I if "index_smallest" in d else I
+    among = seen
+    if {"index_picked_before_hidden", "index_causal_ignored"} & {*d}:
+        among = np.ones_like(seen)
+    flip = slice(None, None, -1 if d.get("index_ties_otherwise") == "higher first" else 1)
+    order = largest(I[..., flip], among[..., flip], top_k)
+    picked = np.zeros((*I.shape[:-1], p.L + 1), bool)  # an index of -1 is the last column
+    np.put_along_axis(picked, order, True, -1)
+    picked = picked[..., :-1][..., flip]
+    last = np.where(picked, I, np.inf).min(-1, keepdims=True)
+    near = (abs(I - last) <= 2 * error) & among
+    is_tie = (np.where(near, I, last) == last).all(-1, keepdims=True)
+    is_exact = is_tie & ~(near & is_unsure).any(-1, keepdims=True)
+    is_all = among.sum(-1, keepdims=True) <= top_k
+    is_exact &= d.get("index_ties_otherwise") != "any"
+    is_free = near & ~is_exact & ~is_all & (near.sum(-1, keepdims=True) > 1)
+    if "index_own_key_added" in d:
+        picked = picked | np.eye(p.L, dtype=bool)
+    if "index_causal_ignored" not in d:
+        picked = picked & seen
+    return picked, is_free

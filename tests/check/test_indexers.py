@@ -1,0 +1,138 @@
+"""`check` of lightning indexers: ours, transformers' and wrong ones."""
+
+import numpy as np
+import pytest
+from check.mutants import answers
+
+from minimha.check import check, page
+from minimha.check.catalogue import DEVIATIONS
+from minimha.check.catalogue_indexer import OF_INDEXERS, TIES
+from minimha.check.problems_indexer import indexer_problems
+from minimha.check.search import NONE, known
+from minimha.check.verdict import judge
+from minimha.layers import LightningIndexer, RoPE
+
+SPEAKS = "lightning_indexer"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_ours_is_right(dtype):
+    report = check(LightningIndexer, SPEAKS, dtype, is_layer=True)
+    assert report.verdict == "right", report
+    assert report.refused == ()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rounding_decides_hardly_any_pick(seed):
+    for problem in indexer_problems(seed):
+        assert known(problem, "float32").predicted(NONE).is_free.mean() < 0.05
+
+
+@pytest.mark.parametrize("name", [one.identifier for one in OF_INDEXERS])
+def test_one_deviation_is_named(name):
+    problems = indexer_problems(3)
+    found = judge(problems, answers(problems, {name: DEVIATIONS[name].values[0]}))
+    assert found.deviations == (name,)
+    assert found.alternatives == ()
+    assert found.verdict == ("differs" if name in TIES else "wrong")
+
+
+def test_two_deviations_are_named():
+    problems = indexer_problems(3)
+    both = {"index_relu_missing": 1, "index_rope_on_last": 1}
+    assert set(judge(problems, answers(problems, both)).deviations) == set(both)
+
+
+class Plain:
+    """A port of one head at a time; ``is_early`` picks before it hides."""
+
+    is_early = False
+
+    def __init__(self, **given):
+        self.given = given
+        self.rope = RoPE(
+            given["W_ik"].shape[1], given["rope_base"], rotary_dim=given["rope_dim"],
+            interleaved=given["rope_interleaved"],
+        )  # fmt: skip
+
+    def __call__(self, x, latents, is_causal=False):
+        g, (B, L, _) = self.given, x.shape
+        k = x @ g["W_ik"]
+        k = (k - k.mean(-1, keepdims=True)) / np.sqrt(k.var(-1, keepdims=True) + 1e-6)
+        k = self.rope.rotate(k * g["g_ik"] + g["b_ik"], np.arange(L))
+        scores, w = np.zeros((B, L, L)), x @ g["W_iw"]
+        for h in range(g["num_heads"]):
+            D = k.shape[-1]
+            q = self.rope.rotate((latents @ g["W_iq"])[..., h * D : (h + 1) * D], np.arange(L))
+            scores += w[..., h, None] * np.maximum(q @ k.swapaxes(1, 2), 0)
+        hidden = np.triu(np.full((L, L), is_causal), 1)
+        if not self.is_early:
+            scores[:, hidden] = -np.inf
+        picks = np.argsort(-scores, axis=-1, kind="stable")[..., : g["top_k"]]
+        return np.where(np.take_along_axis(hidden[None], picks, -1), -1, picks)
+
+
+class Early(Plain):
+    is_early = True
+
+
+def test_a_port_is_right_and_one_that_hides_too_late_is_named():
+    assert check(Plain, SPEAKS, is_layer=True).verdict == "right"
+    report = check(Early, SPEAKS, is_layer=True)
+    assert report.deviations == ("index_picked_before_hidden",)
+    assert "Hide keys, then pick." in page.as_text(report)
+
+
+def of_transformers(module):
+    """A class that is called as ours are, around transformers' module for DeepSeek-V3.2."""
+    import torch
+
+    class Adapted:
+        def __init__(self, *, num_heads, top_k, rope_base, rope_dim, rope_interleaved, **weights):
+            if rope_interleaved:
+                raise NotImplementedError("DeepSeek-V3.2 rotates halves")
+            Cq, E, D = len(weights["W_iq"]), len(weights["W_ik"]), weights["W_ik"].shape[1]
+            config = module.DeepseekV32Config(
+                hidden_size=E, index_n_heads=num_heads, index_head_dim=D, index_topk=top_k,
+                qk_rope_head_dim=rope_dim, q_lora_rank=Cq,
+            )  # fmt: skip
+            self.layer = module.DeepseekV32Indexer(config, 0)
+            names = {"W_iq": "wq_b", "W_ik": "wk", "W_iw": "weights_proj"}
+            state = {f"{n}.weight": torch.tensor(weights[w].T) for w, n in names.items()}
+            state["k_norm.weight"] = torch.tensor(weights["g_ik"])
+            state["k_norm.bias"] = torch.tensor(weights["b_ik"])
+            self.layer.load_state_dict(state)
+            self.theta = rope_base ** -(np.arange(0, rope_dim, 2) / rope_dim)
+
+        def __call__(self, x, latents, is_causal=False):
+            L = x.shape[1]
+            angles = np.tile(np.arange(L)[:, None] * self.theta, 2)[None]
+            turns = [torch.tensor(f(angles), dtype=torch.float32) for f in (np.cos, np.sin)]
+            hidden = torch.full((L, L), is_causal).triu(1)
+            x, latents = torch.tensor(x), torch.tensor(latents)
+            picks = self.layer(x, latents, turns, ~hidden[None], None).long()
+            rows = hidden[None].expand(len(x), L, L)
+            return torch.where(rows.gather(-1, picks), -1, picks).numpy()
+
+    return Adapted
+
+
+def test_transformers_indexer_breaks_ties_otherwise_at_most():
+    pytest.importorskip("torch", reason="torch is not installed")
+    name = "transformers.models.deepseek_v32.modeling_deepseek_v32"
+    module = pytest.importorskip(name, reason="this transformers has no DeepSeek-V3.2")
+    report = check(of_transformers(module), SPEAKS, is_layer=True)
+    assert set(report.deviations) <= set(TIES), report
+    assert report.verdict in ("right", "differs")
+
+
+def test_what_is_no_indexer_is_refused_in_a_sentence():
+    with pytest.raises(ValueError, match="describes a class of layers: give is_layer=True"):
+        check(LightningIndexer, SPEAKS)
+
+    class Scores(Plain):
+        def __call__(self, x, latents, is_causal=False):
+            return np.zeros((*x.shape[:2], x.shape[1]))
+
+    report = check(Scores, SPEAKS, is_layer=True)
+    assert "expected integers (B, L, K)" in str(report)
