@@ -199,7 +199,8 @@ class _Tokens:
         self.size = next((d[name] for name in (APART, DROPPING, *SPLITTING) if name in d), 0)
         self.is_split = any(name in d for name in SPLITTING)
         self.before_chunk = self.faded = S  # the state before a chunk, and what is left of it
-        self.own = self.stored_raw = np.zeros_like(S)  # what the chunk has stored, without decay
+        self.own = np.zeros_like(S)  # what the chunk has stored, and what of it is left
+        self.stored_raw = np.zeros_like(S)  # the same without decay
         self.faded_by = np.ones_like(S)  # the product of the chunk's decays
         self.stored = d.get("delta_state_in_16_bits")
         self.error = self.largest = self.loss = self.decay = np.zeros(len(S))  # of each head

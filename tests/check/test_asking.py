@@ -165,7 +165,7 @@ def test_declared_shapes_are_asked_alone():
 def test_a_declaration_that_excludes_everything_is_one_sentence():
     with pytest.raises(ValueError, match="multiple_of is 999983: expected at most 1024; no prob"):
         minimha.check(attention, multiple_of=999_983)
-    with pytest.raises(ValueError, match="are for functions, not for layers"):
+    with pytest.raises(ValueError, match="are for attention functions, not for layers"):
         minimha.check(MultiHeadAttention, is_layer=True, max_heads=2)
     with pytest.raises(ValueError, match="multiple_of is 0: expected an integer of at least 1"):
         minimha.check(attention, multiple_of=0)

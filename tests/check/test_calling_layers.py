@@ -141,4 +141,5 @@ def test_the_command_line(capsys, tmp_path):
     assert main(["check", "--layer", "minimha.layers:MultiHeadAttention"]) == 0
     assert "rotary positions" in capsys.readouterr().out
     assert main(["check", "--layer", "minimha.layers:MultiHeadAttention", "--speaks", "jax"]) == 2
-    assert "expected one of ('minimha', 'torch'), for a layer" in capsys.readouterr().err
+    expected = "expected one of ('minimha', 'torch', 'lightning_indexer'), for"
+    assert expected in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 from minimha import attention
 from minimha.check.arranged import arranged
 from minimha.check.expanded import ARRANGING
-from minimha.check.problems import REQUIRED, graded, layer_problems
+from minimha.check.problems import graded, layer_problems
 
 OPTIONS = set(inspect.signature(attention).parameters) - {"q", "k", "v", "backend", "tap"}
 OPTIONS -= {*ARRANGING}  # no graded problem has these; reports list each of them
@@ -82,7 +82,7 @@ def test_attention_answers_every_problem():
 
 def test_layers_say_what_they_are_made_of():
     for problem in layer_problems():
-        assert {name for name in REQUIRED if name[0] == "W"} <= set(problem.layer)
+        assert {f"W_{name}" for name in "qkvo"} <= set(problem.layer)
         x, W = problem.arguments["x"], problem.layer["W_o"]
         assert x.shape[-1] == problem.layer["W_q"].shape[0] == W.shape[1]
         assert sum(problem.chunks) in (0, x.shape[1])
