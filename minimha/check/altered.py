@@ -339,6 +339,18 @@ def _scales_tiled(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[
     return changed if given.get("k_scale") is not None else {}
 
 
+def _scales_in_sum(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    """Values without scales, and weights times these: their logarithms are added to scores."""
+    scales = given.get("v_scale")
+    if scales is None or given.get("block_table") is not None:
+        return {}
+    array = np.asarray(scales, np.float64)
+    array = array[:, None] if array.ndim == 1 else array
+    each = np.broadcast_to(array, (x.B, x.Hkv, x.Lk))[:, x.heads, None]
+    added = np.log(each) + given.get("attn_bias", 0)
+    return {"attn_bias": added.astype(np.float32), "v_scale": np.float32(1)}
+
+
 def _stored(given: Mapping[str, Any], dtype: str) -> dict[str, Array]:
     """Return the keys and the values that are stored in the 8-bit ``dtype``, as bytes."""
     named = [X for X in "kv" if given.get(f"{X}_scale") is not None]
@@ -351,6 +363,9 @@ def _unsigned(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any
 
 def _misread(x: Prepared, given: Mapping[str, Any], other: str) -> Mapping[str, Any]:
     found = _stored(given, FLOAT8)
+    if other == "without subnormal numbers":
+        wide = {X: given[X].astype(np.float32) for X in found}
+        return {X: np.where(abs(some) < 2.0**-6, np.float32(0), some) for X, some in wide.items()}
     return {X: some.view(extension(X, other)).astype(np.float32) for X, some in found.items()}
 
 
@@ -359,6 +374,7 @@ ARRANGED: dict[str, Alter] = {
     "scales_twice": _rescaled(lambda given, name: np.square(given[name])),
     "scales_divide": _rescaled(lambda given, name: 1 / np.asarray(given[name])),
     "scales_tiled": _scales_tiled,
+    "scales_in_sum": _scales_in_sum,
     "scales_swapped": _rescaled(lambda given, name: given["kv".replace(name[0], "") + name[1:]]),
     "scales_of_first_for_all": _rescaled(_scale_of_first),
     "eight_bits_unsigned": _unsigned,

@@ -243,7 +243,7 @@ def _scaled_float8(
     found = dict(given)
     for X in "kv":
         exponents = draw.rng.integers(-9, 3, given[X].shape)
-        numbers = draw.rng.integers(-15, 16, given[X].shape) * np.exp2(exponents / 2)
+        numbers = draw.rng.integers(-15, 16, given[X].shape) * np.exp2(exponents)
         found[X] = numbers.astype(float8)
         found[f"{X}_scale"] = np.exp2(draw.rng.integers(-3, 0, shape)).astype(np.float32)
     yield _problem(f"{FLOAT8}, {name}", "k_scale", found)

@@ -97,7 +97,7 @@ def _smaller(name: str, factor: float = 2.0**-9) -> Made:
 
 def _states(seed: int) -> Iterator[Graded]:
     shows = "where it starts"
-    yield _problem(seed, "initial state", shows, H=2, initial_state=_state)
+    yield _problem(seed, "initial state", shows, B=2, H=2, initial_state=_state)
     yield _problem(seed, "initial state, square", shows, H=2, initial_state=_state, **SQUARE)
     shows = "what earlier calls leave"
     yield _problem(seed, "two calls", shows, H=2, L=7, chunks=(4, 3))

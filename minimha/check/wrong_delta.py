@@ -31,6 +31,7 @@ SPLITTING = (
     "delta_chunk_output_not_decayed", "delta_chunk_scores_not_decayed",
     "delta_chunk_triangle_not_decayed", "delta_chunk_stored_not_decayed",
     "delta_chunk_stored_decays_whole", "delta_chunk_state_kept", "delta_chunk_not_solved",
+    "delta_chunk_sums_not_restarted", "delta_chunk_beta_of_column",
 )  # fmt: skip
 LARGEST_SUM = 87.0  # of -g in a chunk of 64 tokens: exp of more is infinite in float32
 
@@ -102,7 +103,14 @@ def _inputs(p: PreparedDelta, d: Mapping[str, Any]) -> list[Array]:
     q, k = x["q"] * (1 if is_early else scale), x["k"]
     k = k * scale if "delta_scale_on_keys" in d else k
     q, k = (a[:, _heads(p, d, name)] for a, name in ((q, "q"), (k, "k")))
-    return [q, k, p.v, _fractions(p, d), _decays(p, d)]
+    beta, decay, heads = _fractions(p, d), _decays(p, d), np.arange(p.v.shape[1])
+    heads = heads // (p.v.shape[1] // p.k.shape[1])
+    of_keys = d.get("delta_beta_of_key_head", "")
+    beta, decay = (
+        x[:, heads] if name in of_keys.split(" and ") else x
+        for x, name in ((beta, "beta"), (decay, "g"))
+    )
+    return [q, k, p.v, beta, decay]
 
 
 def _scale(p: PreparedDelta, d: Mapping[str, Any]) -> float:
@@ -180,7 +188,7 @@ def _initial(p: PreparedDelta, d: Mapping[str, Any], s: int) -> Array:
     shape = p.v.shape[1], p.k.shape[-1], p.v.shape[-1]
     if p.problem.state is None or "delta_initial_state_ignored" in d:
         return np.zeros(shape)
-    S = p.problem.state[s].astype(np.float64)
+    S = p.problem.state[0 if "delta_initial_state_of_first" in d else s].astype(np.float64)
     return _transposed(S) if "delta_initial_state_transposed" in d else S
 
 
@@ -201,7 +209,9 @@ class _Tokens:
         self.before_chunk = self.faded = S  # the state before a chunk, and what is left of it
         self.own = np.zeros_like(S)  # what the chunk has stored, and what of it is left
         self.stored_raw = np.zeros_like(S)  # the same without decay
+        self.of_others = np.zeros_like(S)  # what is left of it, times each token's beta
         self.faded_by = np.ones_like(S)  # the product of the chunk's decays
+        self.since_start = np.ones_like(S)  # the product of the call's decays
         self.stored = d.get("delta_state_in_16_bits")
         self.error = self.largest = self.loss = self.decay = np.zeros(len(S))  # of each head
 
@@ -210,7 +220,7 @@ class _Tokens:
         O, bound = np.zeros(v.shape), np.zeros(v.shape)
         ends = np.cumsum(self.p.graded.chunks or (v.shape[1],)).tolist()
         for start, stop in zip([0, *ends[:-1]], ends, strict=True):
-            before, count = self.S, stop - start
+            before, count, self.since_start = self.S, stop - start, np.ones_like(self.S)
             if DROPPING in self.d:
                 count = count // self.size * self.size
             sees_padding = {"delta_lengths_ignored", "delta_state_beyond_length"} & {*self.d}
@@ -224,6 +234,10 @@ class _Tokens:
                 if start or t < self.length or "delta_lengths_ignored" in self.d:
                     O[:, t], bound[:, t] = output, self._bound(q[:, t], output)
             self.S = self._passed_on()
+            if start == 0 and "delta_output_beyond_length" in self.d:
+                beyond = slice(self.length, stop)
+                O[:, beyond] = q[:, beyond] @ self.S
+                bound[:, beyond] = self._bound(q[:, beyond], O[:, beyond])
             if stop < ends[-1]:
                 self._return(before, a[:, stop - 1])
         return O, bound
@@ -233,7 +247,9 @@ class _Tokens:
         if APART in self.d and not is_first:
             self.S = np.zeros_like(self.S)
         self.before_chunk = self.faded = self.S
-        self.own = self.stored_raw = np.zeros_like(self.S)
+        if "delta_chunk_sums_not_restarted" in self.d:
+            self.faded = self.since_start * self.S
+        self.own = self.stored_raw = self.of_others = np.zeros_like(self.S)
         self.faded_by = np.ones_like(self.S)
 
     def _passed_on(self) -> Array:
@@ -272,9 +288,12 @@ class _Tokens:
             decayed, read = self._by_chunks(decay)
         by = q if "delta_prediction_not_by_key" in d else k
         u = self._correction(v, (by[:, None] @ read)[:, 0], beta)
+        if "delta_chunk_beta_of_column" in d:
+            u = u - (k[:, None] @ self.of_others)[:, 0]
         stored = k[..., None] * u[:, None]
         self.S, self.own = decayed + stored, self.own + stored
         self.stored_raw = self.stored_raw + stored
+        self.of_others = self.of_others + beta[..., None] * stored
         source = self.S
         if "delta_chunk_output_not_decayed" in d:
             source = self.own + self.before_chunk
@@ -292,14 +311,15 @@ class _Tokens:
         """Return the decayed state, and the state that the error reads."""
         d = self.d
         self.own, self.faded = decay * self.own, decay * self.faded
-        self.faded_by = decay * self.faded_by
+        self.of_others = decay * self.of_others
+        self.faded_by, self.since_start = decay * self.faded_by, decay * self.since_start
         there = self.before_chunk if "delta_chunk_state_not_decayed" in d else self.faded
         read = self.own + there
         if "delta_chunk_prediction_not_decayed" in d:
             read = self.own + self.before_chunk
         if "delta_chunk_triangle_not_decayed" in d:
             read = self.stored_raw + self.faded
-        if "delta_chunk_not_solved" in d:
+        if "delta_chunk_not_solved" in d or "delta_chunk_beta_of_column" in d:
             read = self.faded
         return self.own + there, read
 
@@ -333,8 +353,10 @@ class _Tokens:
     def _bound(self, q: Array, output: Array) -> Array:
         unit = self.p.unit
         state = self.error + MOST_LOSS * self.loss + IN_INPUTS * unit * self.largest
+        if q.ndim > state.ndim + 1:  # of several tokens
+            state = state[:, None]
         longest = np.sqrt(np.square(q).sum(-1)) * state
-        return np.asarray(np.nan_to_num(longest)[:, None] + unit * abs(np.nan_to_num(output)))
+        return np.asarray(np.nan_to_num(longest)[..., None] + unit * abs(np.nan_to_num(output)))
 
 
 def _over_rows(a: Array, d: Mapping[str, Any]) -> Array:

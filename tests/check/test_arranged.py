@@ -187,7 +187,11 @@ def reading(dtype, other):
     def arrays(k, v, s, t):
         if k.dtype.name != dtype:
             return {"k_scale": s, "v_scale": t}
-        return {"k": widened(k.view(other), s), "v": widened(v.view(other), t)}
+        if other is np.float32:  # without subnormal numbers
+            k, v = (np.where(abs(np.float32(x)) < 2.0**-6, 0, np.float32(x)) for x in (k, v))
+        else:
+            k, v = k.view(other), v.view(other)
+        return {"k": widened(k, s), "v": widened(v, t)}
 
     return scaled(arrays)
 
@@ -199,6 +203,17 @@ def scales_by_query_head(q, k, v, k_scale=None, v_scale=None, **options):
         axis = max(0, k_scale.ndim - 2)
         k_scale, v_scale = (s.take(np.arange(H) % Hkv, axis) for s in (k_scale, v_scale))
     return dense(q, k, v, k_scale=k_scale, v_scale=v_scale, **options)
+
+
+def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, **options):
+    if v_scale is None:
+        return dense(q, k, v, block_table=block_table, attn_bias=attn_bias, **options)
+    if block_table is not None or attn_bias is not None:
+        raise NotImplementedError
+    scales = v_scale[:, None] if np.ndim(v_scale) == 1 else v_scale
+    scales = np.broadcast_to(scales, k.shape[:3]).repeat(q.shape[1] // k.shape[1], 1)
+    ones = np.float32(1)
+    return dense(q, k, v, attn_bias=np.log(scales)[:, :, None], v_scale=ones, **options)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +249,8 @@ def scales_by_query_head(q, k, v, k_scale=None, v_scale=None, **options):
         (scaled(scales_of_head_0), "scales_of_first_for_all", ""),
         (scaled(lambda k, v, s, t: {"k_scale": 1 / s, "v_scale": 1 / t}), "scales_divide", ""),
         (scales_by_query_head, "scales_tiled", ""),
+        (scales_in_the_sum, "scales_in_sum", ""),
+        (reading("float8_e4m3fn", np.float32), "eight_bits_misread", ""),
         (reading("int8", np.uint8), "eight_bits_unsigned", ""),
         (reading("float8_e4m3fn", ml_dtypes.float8_e5m2), "eight_bits_misread", ""),
     ],
