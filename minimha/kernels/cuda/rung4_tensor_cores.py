@@ -209,6 +209,8 @@ def kernel(made_for: Variant) -> Callable[..., None]:
             prefetch(t, K, K_at, 2 * k.row, B_c, remaining)  # line 7
             prefetch(t, V, V_at, 2 * v.row, B_c, remaining)
             ptx.cp_async_commit_group()
+        # Loaded here, the sink keeps ptxas from spilling other registers in the tile.
+        sink = ptx.ld_global_nc_f32(o.sinks + 4 * h)
         now, has_marks = 0, False
         for j in range(j_start, j_stop, step):  # line 6
             j_next = np.int32(j + B_c)
@@ -251,7 +253,6 @@ def kernel(made_for: Variant) -> Callable[..., None]:
             add_nonfinite(t, O_i, O_at, 2 * O.row, o.Lq - i_start)
         lane, first_row = place(t)
         row = i_start + first_row + (lane >> 2)
-        sink = ptx.ld_global_nc_f32(o.sinks + 4 * h)
         L_at = L + 4 * o.Lq * (b * o.H + h)
         cuda.syncwarp()  # then all lanes have read these rows of Q_i, and no other warp reads them
         finish(lane, row, first_row, Q_i, O_i, m_i, l_i, unit, sink, o, L_at)

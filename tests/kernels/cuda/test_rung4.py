@@ -211,7 +211,7 @@ def test_only_partial_tiles_are_masked(Lk):
     assert_only_partial_tiles_are_masked(rung4_tensor_cores, Lk)
 
 
-MOST = {64: 5.32, 128: 3.9}  # machine instructions per product on the tensor cores, by width
+MOST = {64: 5.36, 128: 3.9}  # machine instructions per product on the tensor cores, by width
 
 
 def test_the_instructions_are_those_that_the_tiles_need():
