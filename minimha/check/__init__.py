@@ -145,12 +145,12 @@ def check(
         None if max_heads is None else integer("max_heads", max_heads, low=1),
         flag("is_square", is_square),
     )
-    if speaks == "lightning_indexer" and not is_layer:
+    kind = translation.DIALECTS[speaks].kind
+    if kind == "indexer" and not is_layer:
         raise ValueError(
             "speaks is 'lightning_indexer', which describes a class of layers: give is_layer=True"
         )
-    is_delta_rule = translation.DIALECTS[speaks].is_delta_rule
-    if (is_layer or is_delta_rule) and limits != Limits():
+    if (is_layer or kind != "attention") and limits != Limits():
         raise ValueError(
             "head_dims, multiple_of, max_heads and is_square are for attention functions, not for "
             "layers and delta rules"
@@ -169,7 +169,7 @@ def check(
         # Other libraries' functions have no packed sequences, pages or functions of scores.
         asked = Asking(lambda new: [], tried, seed, limits, arranges=speaks == "minimha")
         with _asker(function, timeout, some, progress, is_layer=is_layer) as asked.ask:
-            asked.run(_first(speaks, tried, seed, is_layer=is_layer))
+            asked.run(_first(kind, tried, seed, is_layer=is_layer))
         first = first or (asked.answers, tried)
         if any(answer.refusal is None for answer in asked.answers.values()):
             first = asked.answers, tried
@@ -180,11 +180,11 @@ def check(
     return judged([*answers], [*answers.values()], name, speaks, taken, progress, seed)
 
 
-def _first(speaks: str, dtype: str, seed: int, *, is_layer: bool) -> Sequence[Graded]:
+def _first(kind: str, dtype: str, seed: int, *, is_layer: bool) -> Sequence[Graded]:
     """Return the problems that come first; others depend on their answers."""
-    if translation.DIALECTS[speaks].is_delta_rule:
+    if kind == "delta rule":
         return delta_problems(seed)
-    if speaks == "lightning_indexer":
+    if kind == "indexer":
         return indexer_problems(seed)
     return layer_problems(dtype) if is_layer else graded(dtype)
 
@@ -264,7 +264,7 @@ def assert_attention(
 
 def _widths(problems: Iterable[Graded]) -> str:
     """Return a clause on the sizes of problems, or "" if all are problems for layers."""
-    tried = [sizes(problem.arguments) for problem in problems if problem.is_attention]
+    tried = [sizes(problem.arguments) for problem in problems if problem.kind == "attention"]
     if not tried:
         return ""
     D, Lk = (sorted({s[name] for s in tried}) for name in ("D", "Lk"))

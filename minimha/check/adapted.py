@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from minimha.check.problems import spans
+
 Function = Callable[..., Any]
 
 
@@ -101,7 +103,7 @@ def hooked(function: Function) -> Function:
 
 
 def called_in_turn(asks_state: str, axis: int = 2) -> Callable[[Function], Function]:
-    """Adapt a delta rule to ``chunks``: successive calls, each of which gets the last one's state.
+    """Adapt a delta rule to ``chunks``: each call after the first gets the state of the one before.
 
     ``asks_state`` is the argument with which the rule returns its state too. Tokens are along
     ``axis`` of q, k, v, g and beta.
@@ -114,8 +116,8 @@ def called_in_turn(asks_state: str, axis: int = 2) -> Callable[[Function], Funct
             if not chunks:
                 return results(function(q, k, v, g=g, beta=beta, **options))[0]
             outputs: list[Any] = []
-            for start, count in zip(np.cumsum([0, *chunks[:-1]]).tolist(), chunks, strict=True):
-                tokens = (slice(None),) * axis + (slice(start, start + count),)
+            for start, end in spans(chunks):
+                tokens = (slice(None),) * axis + (slice(start, end),)
                 part = [x[tokens] for x in (q, k, v, g, beta)]
                 asked = {**options, asks_state: True}
                 output, state = results(function(*part[:3], g=part[3], beta=part[4], **asked))

@@ -15,6 +15,7 @@ from minimha.check.expanded import INDICES, RANGES, READ, Place, expanded
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.rounding import rounded
 from minimha.equations.arrays import FLOAT8, extension
+from minimha.equations.eight_bits import scales_of
 
 Array = NDArray[Any]
 Alter = Callable[[Prepared, Mapping[str, Any], Any], Mapping[str, Any]]
@@ -328,15 +329,15 @@ def _scale_of_first(given: Mapping[str, Any], name: str, of: str) -> Any:
 
 def _scales_tiled(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, Any]:
     """Repeat keys, values and scales for each query head: the scales of head h mod Hkv."""
-    changed, own = {}, np.arange(x.H) // (x.H // x.Hkv)
-    for X in "kv":
-        scales = np.asarray(given.get(f"{X}_scale"))
-        heads = np.arange(x.H) % x.Hkv if X in which else own
-        changed[X] = np.asarray(given[X]).take(own, 1)
+    changed: dict[str, Any] = {}
+    for X in "kv" if given.get("k_scale") is not None else "":
+        scales = np.asarray(given[f"{X}_scale"])
+        heads = np.arange(x.H) % x.Hkv if X in which else x.heads
+        changed[X] = np.asarray(given[X]).take(x.heads, 1)
         changed[f"{X}_scale"] = (
             scales.take(heads, max(0, scales.ndim - 2)) if scales.ndim else scales
         )
-    return changed if given.get("k_scale") is not None else {}
+    return changed
 
 
 def _scales_in_sum(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
@@ -344,9 +345,8 @@ def _scales_in_sum(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str
     scales = given.get("v_scale")
     if scales is None or given.get("block_table") is not None:
         return {}
-    array = np.asarray(scales, np.float64)
-    array = array[:, None] if array.ndim == 1 else array
-    each = np.broadcast_to(array, (x.B, x.Hkv, x.Lk))[:, x.heads, None]
+    v = np.asarray(given["v"])
+    each = scales_of("v_scale", scales, v, v.ndim, np.dtype(np.float64))[:, x.heads, None]
     added = np.log(each) + given.get("attn_bias", 0)
     return {"attn_bias": added.astype(np.float32), "v_scale": np.float32(1)}
 

@@ -110,7 +110,7 @@ class Asking:
     def all(self, problems: Sequence[Graded]) -> list[Answer]:
         """Return the answers to ``problems``; the function is given each problem only once."""
         for p in problems:
-            if p not in self.answers and p.is_attention and self.limits.exclude(p):
+            if p not in self.answers and p.kind == "attention" and self.limits.exclude(p):
                 self.answers[p] = Answer(refusal=f"{NOT_ASKED}: you declared other shapes")
         new = [p for p in problems if p not in self.answers]
         self.answers.update(zip(new, self.ask(new), strict=True))
@@ -122,7 +122,7 @@ class Asking:
         For layers and the delta rule, only the graded problems are asked.
         """
         self.all(graded)
-        if not graded[0].is_attention:
+        if graded[0].kind != "attention":
             return
         fitting = next((pair for pair in self._fits() if self._takes(*pair)), None)
         if fitting is None:

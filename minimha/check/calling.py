@@ -16,6 +16,7 @@ from minimha.check.adapted import results
 from minimha.check.answer import Answer
 from minimha.check.problems import Graded
 from minimha.equations.arrays import FLOAT8, as_numpy, bfloat16, library_of, like
+from minimha.equations.eight_bits import is_eight_bit
 
 Array = NDArray[Any]
 
@@ -162,9 +163,9 @@ class Caller:
         return output, lse, faults
 
     def _cast(self, name: str, value: Any) -> Any:
-        if not isinstance(value, np.ndarray) or value.dtype.kind in "biu":
+        if not isinstance(value, np.ndarray):
             return value
-        if value.dtype.name == FLOAT8:
+        if value.dtype.kind in "biu" or is_eight_bit(value.dtype):
             return value
         return value.astype(self.dtype if self._is_in_dtype(name) else np.float32)
 
@@ -214,7 +215,7 @@ def check_layout(layout: str, speaks: str, *, is_layer: bool = False) -> None:
     if sorted(layout) != sorted(LAYOUT):
         raise ValueError(f"layout is {layout!r}: expected the letters B, H, L and D in some order")
     dialect = translation.DIALECTS[speaks]
-    if layout != LAYOUT and (is_layer or dialect.is_delta_rule or not dialect.heads_first):
+    if layout != LAYOUT and (is_layer or dialect.kind != "attention" or not dialect.heads_first):
         what = "a layer" if is_layer else f"a function that speaks {speaks}"
         raise ValueError(f"layout is {layout!r}: {what} has a layout of its own")
 
@@ -231,7 +232,7 @@ def _check_device(device: str, arrays: str) -> None:
 
 def arguments_of(problem: Graded) -> Mapping[str, Any]:
     """Return a problem's arguments for ``Caller``: with a layer's matrices, and with calls."""
-    calls = {"chunks": list(problem.chunks)} if problem.chunks or problem.layer else {}
+    calls = {"chunks": list(problem.chunks)} if problem.chunks else {}
     return {**problem.arguments, **(problem.layer or {}), **calls}
 
 

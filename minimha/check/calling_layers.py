@@ -21,6 +21,7 @@ import numpy as np
 
 from minimha.check.adapted import results
 from minimha.check.calling import Array, Axes, Caller, NotAnArray, numbers_of
+from minimha.check.problems import spans
 from minimha.check.translation import Refused
 from minimha.layers import KVCache, LightningIndexer, MultiHeadAttention, RoPE
 
@@ -40,7 +41,7 @@ class LayerCaller(Caller):
         return [cast["x"]], {name: value for name, value in cast.items() if name != "x"}
 
     def _axes(self, cast: Mapping[str, Any]) -> Axes:
-        if "top_k" in cast:
+        if self.speaks == "lightning_indexer":
             B, L, _ = cast["x"].shape
             return ("(B, L, L)", (B, L, L)), ("()", ())
         return ("(B, L, E)", cast["x"].shape), ("()", ())
@@ -132,9 +133,7 @@ def _indexer(cls: Callable[..., Any]) -> Callable[..., Any]:
     Its indices (B, L, K) or (B, 1, L, K) become ones in zeros (B, L, L), of the dtype of x.
     """
 
-    def function(
-        x: Any, latents: Any, chunks: Sequence[int] = (), is_causal: bool = False, **layer: Any
-    ) -> Array:
+    def function(x: Any, latents: Any, is_causal: bool = False, **layer: Any) -> Array:
         if isinstance(cls, type) and issubclass(cls, LightningIndexer):
             base, R = layer.pop("rope_base"), layer.pop("rope_dim")
             pairs = layer.pop("rope_interleaved")
@@ -166,9 +165,5 @@ def _given(is_causal: bool, attn_mask: Any) -> dict[str, Any]:
 
 def _in_chunks(x: Any, chunks: Sequence[int], call: Callable[[Any], Any]) -> Array:
     """Concatenate the outputs of successive calls with chunks[0], chunks[1], … tokens."""
-    ends = np.cumsum(chunks).tolist()
-    outputs = [
-        numbers_of(results(call(x[:, start:end]))[0])
-        for start, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
+    outputs = [numbers_of(results(call(x[:, start:end]))[0]) for start, end in spans(chunks)]
     return np.concatenate(outputs, axis=1)

@@ -8,7 +8,6 @@ RULE = ("beta",)  # an argument that only this rule has
 CHUNKS = (64, 32, 16, 128, 8, 4)  # tokens
 BOTH = ("qk", "q", "k")
 NAN_LEAKS, CLEARING = ("delta_nan_leaks",), ("delta_clearing_is_nan",)  # harmless to models
-
 IN_16_BITS = ("delta_state_in_16_bits",)  # whose wide bounds hold by chance for other bugs, too
 
 OF_DELTA: list[Deviation] = [
@@ -80,7 +79,7 @@ OF_DELTA: list[Deviation] = [
         ("delta_scale_twice", "Queries are scaled twice.", "Scale q, or the output, once."),
         ("delta_scale_of_values", "The scale is 1/√Dv.", "D is the width of the keys."),
         ("delta_scale_over_D", "The scale is 1/D.", "The scale is 1/√D."),
-        ("delta_scale_before_norm", "Queries are scaled before they are normalised, in vain.",
+        ("delta_scale_before_norm", "Queries are scaled before their norm, which undoes it.",
          "Normalise queries, then scale them."),
         ("delta_scale_on_keys", "Keys are scaled too.", "Scale the queries alone."),
     ),

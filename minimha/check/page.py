@@ -89,7 +89,7 @@ def parts(report: Report) -> Iterator[Part]:
             {"reading": r["name"], "fit": f"{r['fit']:.4g}", "value": r["value"]}
             for r in report.readings
         ]
-    if report.findings.results[0].problem.is_attention:
+    if report.findings.results[0].problem.kind == "attention":
         yield Heading("what was tried")
         yield list(_tried(report))
     yield Heading("option by option")

@@ -8,7 +8,7 @@ dtype. Only problems about precision have other numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -49,9 +49,11 @@ class Graded:
     family: str = ""
 
     @property
-    def is_attention(self) -> bool:
-        """Return whether it is a problem for attention, not for a layer or the delta rule."""
-        return self.layer is None and "beta" not in self.arguments
+    def kind(self) -> str:
+        """Return what the problem is for: "attention", "layer", "delta rule" or "indexer"."""
+        if self.layer is None:
+            return "delta rule" if "beta" in self.arguments else "attention"
+        return "indexer" if "top_k" in self.layer else "layer"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -64,6 +66,16 @@ class Graded:
 def is_given(name: str, value: Any) -> bool:
     """Return whether an option is given: not None, and not False unless its default is True."""
     return value is not None and (value is not False or name == "normalize")
+
+
+def spans(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first token of each call with chunks[0], chunks[1], … tokens, and its end.
+
+    >>> spans((4, 3))
+    [(0, 4), (4, 7)]
+    """
+    ends = np.cumsum(chunks).tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def graded(dtype: str = "float32") -> list[Graded]:

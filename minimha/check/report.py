@@ -304,12 +304,12 @@ def features(result: Result) -> list[str]:
     """Return the rows of the conformance table that a problem belongs to."""
     arguments = result.problem.arguments
     found = dict.fromkeys(GATHERED.get(name, name) for name in options_of(result))
-    if "beta" in arguments:
+    if result.problem.kind == "delta rule":
         if arguments["v"].shape[1] != arguments["q"].shape[1]:
             found[GROUPED] = None
         if arguments["g"].ndim > arguments["beta"].ndim:
             found[PER_CHANNEL] = None
-    if result.problem.is_attention:
+    if result.problem.kind == "attention":
         if arguments["k"].shape[1] != arguments["q"].shape[1]:
             found[GROUPED] = None
         if (result.expected == 0).all(axis=-1).any():
@@ -328,7 +328,7 @@ def options_of(result: Result) -> Mapping[str, Any]:
 def _covers(findings: Findings) -> dict[str, Any]:
     """Return what the function's answers cover, and which problems it did not answer."""
     tried = [r for r in findings.results if r.answer.output is not None]
-    every = [r.problem.arguments for r in tried if r.problem.is_attention]
+    every = [r.problem.arguments for r in tried if r.problem.kind == "attention"]
     names = [name for result in tried for name in features(result)]
     found: dict[str, Any] = {"options": {name: names.count(name) for name in dict.fromkeys(names)}}
     if findings.verdict in ("right", "differs"):

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check import problems_delta, problems_indexer
 from minimha.check.answer import Answer
 from minimha.check.catalogue import DEVIATIONS
 from minimha.check.catalogue_delta import CLEARING, IN_16_BITS, NAN_LEAKS, OF_DELTA
@@ -41,11 +40,21 @@ Array = NDArray[Any]
 Item = tuple[Any, ...]  # an identifier, its value, and the set of conditions if it has any
 Hypothesis = frozenset[Item]
 AnyPrepared = Prepared | PreparedLayer | PreparedDelta | PreparedIndexer
-# By deviation, an argument that all problems have for what alone has the deviation.
-KIND_OF = {d.identifier: "beta" for d in OF_DELTA} | {d.identifier: "top_k" for d in OF_INDEXERS}
+PREPARED: dict[str, Callable[[Graded, str], AnyPrepared]] = {
+    "layer": PreparedLayer, "delta rule": PreparedDelta, "indexer": PreparedIndexer,
+}  # fmt: skip
+DEVIATED: dict[type, Callable[[Any, Mapping[str, Any]], Deviated]] = {
+    Prepared: deviate, PreparedLayer: deviate_layer, PreparedDelta: deviate_delta,
+    PreparedIndexer: deviate_indexer,
+}  # fmt: skip
+# The kind of problem of each deviation that neither attention nor its layers can have.
+KIND_OF = {
+    d.identifier: kind
+    for kind, some in (("delta rule", OF_DELTA), ("indexer", OF_INDEXERS)) for d in some
+}  # fmt: skip
+OWN_KINDS = tuple(dict.fromkeys(KIND_OF.values()))  # also the families of these problems
 Items = TypeVar("Items", Hypothesis, list[Item])
 
-DRAWN = (problems_delta.FAMILY, problems_indexer.FAMILY)
 STEPS = 6  # enough to find four deviations and their right values
 WIDTH = 8  # the most hypotheses that are followed at a time
 MARGIN = 3  # a followed hypothesis has at most this many more contradictions than the best one
@@ -71,16 +80,16 @@ class Known:
 
     def __init__(self, problem: Graded, dtype: str) -> None:
         self.graded, self.dtype = problem, dtype
-        is_attention = problem.is_attention
+        is_attention = problem.kind == "attention"
         plain = expanded(problem.arguments)[0] if is_attention else problem.arguments
         self.length = plain["x" if problem.layer else "k"].shape[-2]
         self.options = set(problem.options) | set(problem.layer or ()) | {*plain} - {"q_offset"}
-        self.kind = next((name for name in ("beta", "top_k") if name in self.options), "")
         self.conditions = conditions(problem.arguments) if is_attention else frozenset()
         self.sizes = sizes(problem.arguments) if is_attention else {}
         self.has_nan = not problem.layer and any(
             np.isnan(problem.arguments[name]).any() for name in "qkv"
         )
+        self.own_kind = problem.kind if problem.kind in OWN_KINDS else None
         self.asks_lse = bool(problem.arguments.get("return_lse"))
         self._predicted: dict[Hypothesis, Deviated | None] = {}
         self._kinds: list[list[Item]] | None = None
@@ -92,9 +101,9 @@ class Known:
         In the delta rule, a state that g = -inf clears counts as such a query. All problems for
         indexers are mild: equal scores may be anywhere.
         """
-        if self.kind == "top_k":
+        if self.graded.kind == "indexer":
             return True
-        if "g" in self.graded.arguments:
+        if self.graded.kind == "delta rule":
             return self.has_nan or bool(np.isneginf(self.graded.arguments["g"]).any())
         x = None if self.graded.family else self._prepared
         return self.has_nan or (isinstance(x, Prepared) and bool(x.sees_nothing.any()))
@@ -114,13 +123,9 @@ class Known:
 
     @cached_property
     def _prepared(self) -> AnyPrepared:
-        if self.kind == "top_k":
-            return PreparedIndexer(self.graded, self.dtype)
-        if self.graded.layer is not None:
-            return PreparedLayer(self.graded, self.dtype)
-        if not self.graded.is_attention:
-            return PreparedDelta(self.graded, self.dtype)
-        return Prepared(self.graded.arguments, self.dtype, self.graded.is_exact)
+        if self.graded.kind == "attention":
+            return Prepared(self.graded.arguments, self.dtype, self.graded.is_exact)
+        return PREPARED[self.graded.kind](self.graded, self.dtype)
 
     def holds(self, condition: str) -> bool:
         """Return whether a condition holds, which may be a size such as "Lk > 128"."""
@@ -149,7 +154,7 @@ class Known:
         needs = DEVIATIONS[name].needs
         if needs and self.options.isdisjoint(needs):
             return None
-        if KIND_OF.get(name, "") != self.kind:
+        if KIND_OF.get(name) != self.own_kind:
             return None
         if name == "causal_always" and "is_causal" in self.options:
             return None
@@ -172,7 +177,7 @@ class Known:
         if key in self._predicted:
             return self._predicted[key]
         try:
-            prediction = _deviate(self.prepared, dict(key))
+            prediction = deviated(self.prepared, dict(key))
         except Impossible:
             prediction = None
         if not key or (len(key) == 1 and self.num_scores <= FEW_SCORES):
@@ -210,14 +215,9 @@ _small = lru_cache(maxsize=2048)(Known)
 _sized = lru_cache(maxsize=64)(Known)  # about those of one function; their answers are large
 
 
-def _deviate(prepared: AnyPrepared, deviations: Mapping[str, Any]) -> Deviated:
-    if isinstance(prepared, PreparedDelta):
-        return deviate_delta(prepared, deviations)
-    if isinstance(prepared, PreparedIndexer):
-        return deviate_indexer(prepared, deviations)
-    if isinstance(prepared, PreparedLayer):
-        return deviate_layer(prepared, deviations)
-    return deviate(prepared, deviations)
+def deviated(prepared: AnyPrepared, deviations: Mapping[str, Any]) -> Deviated:
+    """Return the answer to a problem of any kind with ``deviations``, as ``deviate`` does."""
+    return DEVIATED[type(prepared)](prepared, deviations)
 
 
 def all_items() -> list[Item]:
@@ -252,7 +252,7 @@ class Search:
             if answer.output is not None and x.graded.name not in self.left_out
         ]
         families = [self.known[n].graded.family for n in self.taken]
-        first = next((f for f in ("", *DRAWN, "alone", "crossed") if f in families), "")
+        first = next((f for f in ("", *OWN_KINDS, "alone", "crossed") if f in families), "")
         # A set is searched for in these, and must hold in all.
         plain = [n for n, f in zip(self.taken, families, strict=True) if f == first]
         self.plain = [n for n in plain if not self.known[n].is_mild] or plain

@@ -43,7 +43,7 @@ class Dialect:
     inconsistent: tuple[str, ...] = ()  # problems in which it breaks its own convention
     # Makes the library's function one that takes these arguments and returns arrays (B, …).
     adapted: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
-    is_delta_rule: bool = False  # a gated delta rule, not attention
+    kind: str = "attention"  # of the problems that its functions get, as in ``Graded.kind``
 
 
 def translated(
@@ -357,11 +357,11 @@ DIALECTS = {
     "keras": Dialect("numpy", False, _keras, conventions=_as("Keras", TOP_LEFT, MEAN, LEAKS)),
     "onnx": Dialect("numpy", True, _onnx, conventions=_as("onnxruntime", LEAKS)),
     "gated_delta_rule": Dialect(
-        "numpy", True, _minimha, adapted=adapted.called_in_turn("return_state"), is_delta_rule=True
+        "numpy", True, _minimha, adapted=adapted.called_in_turn("return_state"), kind="delta rule"
     ),
-    "lightning_indexer": Dialect("numpy", True, _minimha),
+    "lightning_indexer": Dialect("numpy", True, _minimha, kind="indexer"),
     "fla": Dialect(
         "torch", False, _fla, adapted=adapted.called_in_turn("output_final_state", axis=1),
-        conventions=_as("flash-linear-attention", FROM_SUMS), is_delta_rule=True,
+        conventions=_as("flash-linear-attention", FROM_SUMS), kind="delta rule",
     ),
 }  # fmt: skip

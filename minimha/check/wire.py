@@ -22,7 +22,10 @@ def send(stream: IO[bytes], record: Mapping[str, Any]) -> None:
     arrays = {name: value for name, value in record.items() if isinstance(value, np.ndarray)}
     plain = {name: value for name, value in record.items() if name not in arrays}
     bodies = {name: np.ascontiguousarray(_known(array)) for name, array in arrays.items()}
-    axes = {name: (_dtype(arrays[name], body), body.shape) for name, body in bodies.items()}
+    axes = {
+        name: (FLOAT8 if arrays[name].dtype.name == FLOAT8 else body.dtype.str, body.shape)
+        for name, body in bodies.items()
+    }
     head = json.dumps({"plain": plain, "arrays": axes}, default=_scalar).encode()
     body = b"".join(array.tobytes() for array in bodies.values())
     checksum = zlib.crc32(body, zlib.crc32(head))
@@ -63,10 +66,6 @@ def _known(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if array.dtype.name == FLOAT8:
         return array.view(np.uint8)
     return array if array.dtype.kind in "biuf" else array.astype(np.float32)
-
-
-def _dtype(array: np.ndarray[Any, Any], body: np.ndarray[Any, Any]) -> str:
-    return FLOAT8 if array.dtype.name == FLOAT8 else body.dtype.str
 
 
 def _scalar(value: Any) -> Any:

@@ -5,14 +5,14 @@ Each token is computed in turn, as the rule is defined. Chunks of tokens only ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check.prepared import FLOAT32, UNITS, Impossible
-from minimha.check.problems import Graded
+from minimha.check.problems import Graded, spans
 from minimha.check.rounding import FORMATS, rounded
 from minimha.check.wrong_attention import Deviated
 from minimha.equations.delta_problem import EPSILON, DeltaProblem
@@ -74,14 +74,13 @@ def deviate_delta(p: PreparedDelta, d: Mapping[str, Any]) -> Deviated:
 
 def _others(p: PreparedDelta, d: Mapping[str, Any], O: Array) -> tuple[Array, ...]:
     """Return what else is accepted: NaN in the heads that a deviation lets have it."""
-    nan = np.where(np.isnan(O).any((2, 3), keepdims=True), np.nan, O)
-    cleared = np.where(np.isneginf(p.g).any((2, 3), keepdims=True), np.nan, O)
-    overflown = np.where((_sums(p.g) > LARGEST_SUM).any((2, 3), keepdims=True), np.nan, O)
-    pairs = (
-        ("delta_nan_leaks", nan), ("delta_clearing_is_nan", cleared),
-        ("delta_decay_overflows", overflown),
-    )  # fmt: skip
-    return tuple(other for name, other in pairs if name in d)
+    causes: dict[str, Callable[[], Array]] = {
+        "delta_nan_leaks": lambda: np.isnan(O),
+        "delta_clearing_is_nan": lambda: np.isneginf(p.g),
+        "delta_decay_overflows": lambda: _sums(p.g) > LARGEST_SUM,
+    }
+    heads = [cause().any((2, 3), keepdims=True) for name, cause in causes.items() if name in d]
+    return tuple(np.where(is_nan, np.nan, O) for is_nan in heads)
 
 
 def _sums(g: Array) -> Array:
@@ -103,12 +102,11 @@ def _inputs(p: PreparedDelta, d: Mapping[str, Any]) -> list[Array]:
     q, k = x["q"] * (1 if is_early else scale), x["k"]
     k = k * scale if "delta_scale_on_keys" in d else k
     q, k = (a[:, _heads(p, d, name)] for a, name in ((q, "q"), (k, "k")))
-    beta, decay, heads = _fractions(p, d), _decays(p, d), np.arange(p.v.shape[1])
-    heads = heads // (p.v.shape[1] // p.k.shape[1])
-    of_keys = d.get("delta_beta_of_key_head", "")
+    of_keys = d.get("delta_beta_of_key_head", "").split(" and ")
+    own = np.arange(p.v.shape[1])
     beta, decay = (
-        x[:, heads] if name in of_keys.split(" and ") else x
-        for x, name in ((beta, "beta"), (decay, "g"))
+        x[:, _heads(p, {}, name) if name in of_keys else own]
+        for x, name in ((_fractions(p, d), "beta"), (_decays(p, d), "g"))
     )
     return [q, k, p.v, beta, decay]
 
@@ -206,7 +204,7 @@ class _Tokens:
         self.length = length  # of the first call's tokens, those that exist
         self.size = next((d[name] for name in (APART, DROPPING, *SPLITTING) if name in d), 0)
         self.is_split = any(name in d for name in SPLITTING)
-        self.before_chunk = self.faded = S  # the state before a chunk, and what is left of it
+        self.before_chunk = S
         self.own = np.zeros_like(S)  # what the chunk has stored, and what of it is left
         self.stored_raw = np.zeros_like(S)  # the same without decay
         self.of_others = np.zeros_like(S)  # what is left of it, times each token's beta
@@ -218,8 +216,7 @@ class _Tokens:
     def all(self, q: Array, k: Array, v: Array, beta: Array, a: Array) -> tuple[Array, Array]:
         """Return the outputs and their bounds; inputs are (H, L, ·)."""
         O, bound = np.zeros(v.shape), np.zeros(v.shape)
-        ends = np.cumsum(self.p.graded.chunks or (v.shape[1],)).tolist()
-        for start, stop in zip([0, *ends[:-1]], ends, strict=True):
+        for start, stop in spans(self.p.graded.chunks or (v.shape[1],)):
             before, count, self.since_start = self.S, stop - start, np.ones_like(self.S)
             if DROPPING in self.d:
                 count = count // self.size * self.size
@@ -238,7 +235,7 @@ class _Tokens:
                 beyond = slice(self.length, stop)
                 O[:, beyond] = q[:, beyond] @ self.S
                 bound[:, beyond] = self._bound(q[:, beyond], O[:, beyond])
-            if stop < ends[-1]:
+            if stop < v.shape[1]:
                 self._return(before, a[:, stop - 1])
         return O, bound
 
@@ -246,11 +243,15 @@ class _Tokens:
         self.S = self.S if is_first else self._passed_on()
         if APART in self.d and not is_first:
             self.S = np.zeros_like(self.S)
-        self.before_chunk = self.faded = self.S
-        if "delta_chunk_sums_not_restarted" in self.d:
-            self.faded = self.since_start * self.S
+        self.before_chunk = self.S
         self.own = self.stored_raw = self.of_others = np.zeros_like(self.S)
         self.faded_by = np.ones_like(self.S)
+
+    @property
+    def faded(self) -> Array:
+        """What is left of the state before the chunk."""
+        is_whole = "delta_chunk_sums_not_restarted" in self.d
+        return (self.since_start if is_whole else self.faded_by) * self.before_chunk
 
     def _passed_on(self) -> Array:
         """Return the state that the next chunk or call gets."""
@@ -310,7 +311,7 @@ class _Tokens:
     def _by_chunks(self, decay: Array) -> tuple[Array, Array]:
         """Return the decayed state, and the state that the error reads."""
         d = self.d
-        self.own, self.faded = decay * self.own, decay * self.faded
+        self.own = decay * self.own
         self.of_others = decay * self.of_others
         self.faded_by, self.since_start = decay * self.faded_by, decay * self.since_start
         there = self.before_chunk if "delta_chunk_state_not_decayed" in d else self.faded

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import as_floating, cast, name_of, of_one_dtype, rectangular
+from minimha.equations.arrays import FLOAT8
 
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # each dtype's largest number
+LARGEST = {"int8": 127.0, FLOAT8: 448.0}  # each dtype's largest number
 LIMIT = 2.0**64  # of a scale: sums of 2^31 values stay far inside float32's range
 SCALES = {"k": "k_scale", "v": "v_scale"}
 

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from minimha.api import attention
 from minimha.equations.arguments import FLOATING, as_floating, as_integers, integer, name_of
-from minimha.equations.arrays import extension
+from minimha.equations.arrays import FLOAT8, extension
 from minimha.equations.eight_bits import LARGEST, SCALES, is_eight_bit, quantized
 from minimha.equations.functions import PARAMETERS
 from minimha.equations.tap import Tap, no_tap
@@ -361,8 +361,8 @@ def stored_as(
 def cached_dtype(value: DTypeLike) -> np.dtype[Any]:
     """Return ``value`` as a NumPy dtype; raise TypeError unless a cache may have it."""
     given, choices = value, (*FLOATING, *LARGEST)
-    if isinstance(value, str) and value == "float8_e4m3fn":
-        value = extension("dtype", "float8_e4m3fn")
+    if isinstance(value, str) and value == FLOAT8:
+        value = extension("dtype", FLOAT8)
     try:
         dtype = np.dtype(value)
     except TypeError:

@@ -13,37 +13,31 @@ from check.pairs import of_attention
 from check.right import random_kernel
 
 from minimha.check.asking import drawn_seed
-from minimha.check.catalogue import DEVIATIONS
 from minimha.check.catalogue_delta import OF_DELTA
-from minimha.check.prepared import Prepared
+from minimha.check.catalogue_indexer import OF_INDEXERS
 from minimha.check.problems import graded
 from minimha.check.problems_delta import delta_problems
+from minimha.check.problems_indexer import indexer_problems
 from minimha.check.verdict import judge
 
 
-def singles(dtype):
-    """Each deviation with each of its usual values alone: how many are named, and what is not."""
-    problems = graded(dtype)
-    prepared = [Prepared(p.arguments, dtype, p.is_exact) for p in problems]
-    missed, names = [], [d.identifier for d in of_attention()]
-    observable = [name for name in names if name not in ROUNDED_BY[dtype]]
-    for name in observable:
-        deviations = {name: DEVIATIONS[name].values[0]}
-        found = judge(problems, answers(problems, deviations, dtype, prepared), dtype=dtype)
-        if found.deviations != (name,) or found.alternatives:
-            missed.append((name, found.deviations, found.alternatives))
-    return len(observable) - len(missed), len(observable), missed
-
-
-def of_delta_rule(dtype):
-    """Each form of each deviation of the gated delta rule alone: those that are not named."""
-    problems, missed = delta_problems(drawn_seed()), []
-    forms = [(one.identifier, value) for one in OF_DELTA for value in one.values]
+def missed_of(problems, forms, dtype):
+    """Those of the forms, deviations with a value, that are not named where they are alone."""
+    missed = []
     for name, value in forms:
         found = judge(problems, answers(problems, {name: value}, dtype), dtype=dtype)
         if found.deviations != (name,) or found.alternatives:
             missed.append((name, value, found.deviations, found.alternatives))
-    return len(forms) - len(missed), len(forms), missed
+    return missed
+
+
+def singles(dtype):
+    """By the kind of problem, problems and deviations with the values to try."""
+    usual = [(d.identifier, d.values[0]) for d in of_attention()]
+    yield "attention", graded(dtype), [f for f in usual if f[0] not in ROUNDED_BY[dtype]]
+    for problems, some in ((delta_problems, OF_DELTA), (indexer_problems, OF_INDEXERS)):
+        forms = [(d.identifier, value) for d in some for value in d.values]
+        yield problems(0)[0].kind, problems(drawn_seed()), forms
 
 
 def false_alarms(dtype, count):
@@ -63,10 +57,10 @@ def false_alarms(dtype, count):
 
 def main(count=200):
     for dtype in DTYPES:
-        named, of, missed = singles(dtype)
-        sys.stdout.write(f"{dtype}: {named} of {of} deviations named; missed {missed}\n")
-        named, of, missed = of_delta_rule(dtype)
-        sys.stdout.write(f"{dtype}: {named} of {of} forms of a delta rule's; missed {missed}\n")
+        for kind, problems, forms in singles(dtype):
+            missed = missed_of(problems, forms, dtype)
+            named = len(forms) - len(missed)
+            sys.stdout.write(f"{dtype}, {kind}: {named} of {len(forms)} named; missed {missed}\n")
         alarms, longest = false_alarms(dtype, count)
         sys.stdout.write(
             f"{dtype}: {len(alarms)} false alarms on {count} right kernels {alarms[:3]}; "

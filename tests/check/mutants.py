@@ -6,18 +6,12 @@ import numpy as np
 from minimha.check.answer import Answer
 from minimha.check.catalogue_delta import CLEARING, NAN_LEAKS
 from minimha.check.prepared import Impossible
-from minimha.check.search import known
-from minimha.check.wrong_attention import HIDDEN_ROWS, deviate
-from minimha.check.wrong_delta import PreparedDelta, deviate_delta
-from minimha.check.wrong_indexer import PreparedIndexer, deviate_indexer
-from minimha.check.wrong_layer import PreparedLayer, deviate_layer
+from minimha.check.search import deviated, known
+from minimha.check.wrong_attention import HIDDEN_ROWS
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # Deviations of which a function answers with the first of the other outputs that are accepted.
 ANOTHER = {"nan_leaks", *HIDDEN_ROWS, *NAN_LEAKS, *CLEARING, "delta_decay_overflows"}
-OF = {
-    PreparedLayer: deviate_layer, PreparedDelta: deviate_delta, PreparedIndexer: deviate_indexer,
-}  # fmt: skip
 ROUNDED_BY = {  # deviations that come to rounding in the dtype itself, which is right
     "float32": set(),
     "float16": {"inputs_in_tf32", "inputs_in_float16", "weights_in_float16"},
@@ -53,7 +47,7 @@ def answered_by(function, problems):
 
 def answer(problem, prepared, deviations, dtype):
     try:
-        found = OF.get(type(prepared), deviate)(prepared, deviations)
+        found = deviated(prepared, deviations)
     except Impossible as error:
         return Answer(None, refusal=str(error))
     output = found.output
