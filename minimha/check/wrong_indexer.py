@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.prepared import UNITS
+from minimha.check.prepared import FLOAT32, UNITS
 from minimha.check.problems import Graded
 from minimha.check.wrong_attention import Deviated
 from minimha.layers import RoPE
@@ -17,7 +17,8 @@ from minimha.layers.indexer import largest
 Array = NDArray[Any]
 
 EPSILON = 1e-6
-ROUNDINGS = 64  # at most, in a score, of its largest products
+IN_SUMS = 64  # roundings to float32 of a product
+IN_INPUTS = 4  # roundings of its factors to the inputs' dtype
 
 
 class PreparedIndexer:
@@ -25,7 +26,8 @@ class PreparedIndexer:
 
     def __init__(self, graded: Graded, dtype: str = "float32") -> None:
         given = {**graded.arguments, **(graded.layer or {})}
-        self.given, self.unit = given, UNITS[dtype]
+        self.given = given
+        self.error = IN_SUMS * FLOAT32 + IN_INPUTS * UNITS[dtype]  # relative, of a product
         self.arrays = {n: np.float64(x) for n, x in given.items() if isinstance(x, np.ndarray)}
         self.B, self.L, _ = given["x"].shape
         self.heads = int(given["num_heads"])
@@ -40,9 +42,9 @@ def deviate_indexer(p: PreparedIndexer, d: Mapping[str, Any]) -> Deviated:
     products, sizes = _products(p, d)
     w = _weights(p, d)
     I, size = _scores(d, products, w), (abs(w) * sizes).sum(1)
-    error = ROUNDINGS * p.unit * size.max(-1, keepdims=True)
+    error = p.error * size.max(-1, keepdims=True)
     # Not exactly 0 for sure: another order of sums may move such a product across 0.
-    is_unsure = np.asarray((abs(products) <= ROUNDINGS * p.unit * sizes).any(1))
+    is_unsure = np.asarray((abs(products) <= p.error * sizes).any(1))
     seen = np.ones(I.shape, bool)
     if p.given.get("is_causal"):
         seen = np.broadcast_to(np.tri(p.L, dtype=bool), I.shape)

@@ -1,5 +1,8 @@
 """`check` of lightning indexers: ours, transformers' and wrong ones."""
 
+from types import SimpleNamespace
+
+import ml_dtypes
 import numpy as np
 import pytest
 from check.mutants import answers
@@ -28,10 +31,11 @@ def test_rounding_decides_hardly_any_pick(seed):
         assert known(problem, "float32").predicted(NONE).is_free.mean() < 0.05
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [one.identifier for one in OF_INDEXERS])
-def test_one_deviation_is_named(name):
-    problems = indexer_problems(3)
-    found = judge(problems, answers(problems, {name: DEVIATIONS[name].values[0]}))
+def test_one_deviation_is_named(name, dtype):
+    problems, deviations = indexer_problems(3), {name: DEVIATIONS[name].values[0]}
+    found = judge(problems, answers(problems, deviations, dtype), dtype=dtype)
     assert found.deviations == (name,)
     assert found.alternatives == ()
     assert found.verdict == ("differs" if name in TIES else "wrong")
@@ -74,6 +78,28 @@ class Plain:
 
 class Early(Plain):
     is_early = True
+
+
+def rounded(x):
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+class Rounding(Plain):
+    """All that a port in bfloat16 stores is rounded, and its sums are float32."""
+
+    def __init__(self, **given):
+        super().__init__(**{n: np.float32(x) if np.ndim(x) else x for n, x in given.items()})
+        exact = self.rope.rotate
+        self.rope = SimpleNamespace(rotate=lambda x, at: rounded(exact(rounded(x), at)))
+
+    def __call__(self, x, latents, is_causal=False):
+        return super().__call__(np.float32(x), np.float32(latents), is_causal)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_port_that_rounds_to_bfloat16_is_right(seed):
+    report = check(Rounding, SPEAKS, "bfloat16", is_layer=True, seed=seed)
+    assert report.verdict == "right", report
 
 
 def test_a_port_is_right_and_one_that_hides_too_late_is_named():
