@@ -340,10 +340,26 @@ def _scales_tiled(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[
     return changed
 
 
-def _scales_in_sum(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+def _scale_of_block(given: Mapping[str, Any], name: str, size: int) -> Any:
+    scales = np.asarray(given[name])
+    if scales.ndim < 3 or given.get("block_table") is not None:
+        return scales
+    return scales[..., np.arange(scales.shape[-1]) // size * size]
+
+
+def _scales_transposed(given: Mapping[str, Any], name: str) -> Any:
+    scales = np.asarray(given[name])
+    if scales.ndim < 3:
+        return scales
+    return scales.reshape(-1, *scales.shape[:-3:-1]).swapaxes(-1, -2)
+
+
+def _scales_in_sum(x: Prepared, given: Mapping[str, Any], of: str) -> Mapping[str, Any]:
     """Values without scales, and weights times these: their logarithms are added to scores."""
     scales = given.get("v_scale")
     if scales is None or given.get("block_table") is not None:
+        return {}
+    if of == "of each token" and np.ndim(scales) < 3:
         return {}
     v = np.asarray(given["v"])
     each = scales_of("v_scale", scales, v, v.ndim, np.dtype(np.float64))[:, x.heads, None]
@@ -375,6 +391,8 @@ ARRANGED: dict[str, Alter] = {
     "scales_divide": _rescaled(lambda given, name: 1 / np.asarray(given[name])),
     "scales_tiled": _scales_tiled,
     "scales_in_sum": _scales_in_sum,
+    "scales_of_block": _rescaled(_scale_of_block),
+    "scales_transposed": _rescaled(_scales_transposed),
     "scales_swapped": _rescaled(lambda given, name: given["kv".replace(name[0], "") + name[1:]]),
     "scales_of_first_for_all": _rescaled(_scale_of_first),
     "eight_bits_unsigned": _unsigned,

@@ -210,11 +210,17 @@ def _scaled(seed: int, D: int) -> Iterator[Graded]:
         ("is_causal, kv_lengths", ("is_causal", "kv_lengths"), (2, 4, 9)),
         ("window_size, return_lse", ("window_size", "return_lse"), (2, 4, 9)),
         ("scale, softcap", ("scale", "softcap"), (2, 4, 9)),
+        ("attn_bias, sinks", ("attn_bias", "sinks"), (2, 4, 9)),
+        ("alibi_slopes", ("alibi_slopes",), (2, 4, 9)),
+        ("70 keys", (), (2, 4, 70)),
     )
     for name, on, shape in rows:
         draw = Draw(f"scaled {name} {seed}")
-        given: dict[str, Any] = draw.qkv(2, 4, 9, 9, D, Hkv=2 if "groups" in on else 4)
+        Lk, Hkv = shape[2] if len(shape) > 2 else 9, 2 if "groups" in on else 4
+        given: dict[str, Any] = draw.qkv(2, 4, 9, Lk, D, Hkv=Hkv)
         given |= _options(draw, on, 4, np.array([6, 8]))
+        if "attn_bias" in on:
+            given["attn_bias"] = draw.numbers(1, 4, 9, Lk)
         yield _scaled_problem(name, draw, given, shape)
         if shape != (4,):
             yield from _scaled_float8(name, draw, given, shape)

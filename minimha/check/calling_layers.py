@@ -7,14 +7,16 @@ cache is a dictionary that starts empty and is passed again with the next tokens
 applied as x @ W.
 
 A class that ``speaks="lightning_indexer"`` is called as ``Indexer(W_iq=…, W_ik=…, g_ik=…, b_ik=…,
-W_iw=…, num_heads=Hi, top_k=K, rope_base=…, rope_dim=R, rope_interleaved=…)``, and an instance as
-``indexer(x, latents)``, or with ``is_causal=True``. It returns the indices of the picked keys, as
-``minimha.layers.LightningIndexer`` does; -1 is none.
+W_iw=…, num_heads=Hi, top_k=K, rope_base=…, rope_dim=R, rope_interleaved=…)``. If it has a parameter
+``rope``, it is called like ``minimha.layers.LightningIndexer``, with a dictionary of weights and a
+``RoPE``. An instance is called as ``indexer(x, latents)``, or with ``is_causal=True``. It returns
+the indices of the picked keys, as ``LightningIndexer`` does; -1 is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from minimha.check.adapted import results
 from minimha.check.calling import Array, Axes, Caller, NotAnArray, numbers_of
 from minimha.check.problems import spans
 from minimha.check.translation import Refused
-from minimha.layers import KVCache, LightningIndexer, MultiHeadAttention, RoPE
+from minimha.layers import KVCache, MultiHeadAttention, RoPE
 
 SPOKEN = ("minimha", "torch", "lightning_indexer")
 BIASES: tuple[str, ...] = ("b_q", "b_k", "b_v", "b_o")
@@ -128,13 +130,13 @@ def _torch(cls: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _indexer(cls: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ``cls`` like ``LightningIndexer``, or with all that it needs as keywords; see there.
+    """Call ``cls`` like ``LightningIndexer`` if it takes ``rope``, or else with keywords alone.
 
     Its indices (B, L, K) or (B, 1, L, K) become ones in zeros (B, L, L), of the dtype of x.
     """
 
     def function(x: Any, latents: Any, is_causal: bool = False, **layer: Any) -> Array:
-        if isinstance(cls, type) and issubclass(cls, LightningIndexer):
+        if "rope" in signature(cls).parameters:
             base, R = layer.pop("rope_base"), layer.pop("rope_dim")
             pairs = layer.pop("rope_interleaved")
             sizes = {name: layer.pop(name) for name in ("num_heads", "top_k")}

@@ -32,11 +32,26 @@ OPPOSITES = {  # each condition, and the one that holds otherwise, if it has a n
     **{f"{option} is given": f"{option} is not given" for option in OPTIONS},
     **{f"{option} is given": f"{option} is not given" for option in ARRANGED},
 }
-USUAL = frozenset(OPPOSITES.values())  # conditions that hold for the plainest problem
+OF_DELTA = {  # the same of the gated delta rule
+    "B > 1": "B = 1",
+    "H > 1": "H = 1",
+    GROUPED: "heads are not grouped",
+    "L > 64": "L <= 64",
+    "Dv is not D": "Dv is D",
+    "g has a number for each channel": "g has a number for each token",
+    **{
+        f"{option} is given": f"{option} is not given"
+        for option in ("scale", "normalize", "initial_state", "kv_lengths", "cu_seqlens")
+    },
+}
+# Conditions that hold for the plainest problem.
+USUAL = frozenset(OPPOSITES.values()) | frozenset(OF_DELTA.values())
 
 
 def conditions(arguments: Mapping[str, Any]) -> frozenset[str]:
-    """Return the conditions, as clauses, that hold for the arguments of ``attention``.
+    """Return the conditions, as clauses, that hold for the arguments of a function.
+
+    The function is ``attention`` or ``gated_delta_rule``.
 
     >>> import numpy as np
     >>> x = np.ones((1, 2, 1, 4))
@@ -44,14 +59,28 @@ def conditions(arguments: Mapping[str, Any]) -> frozenset[str]:
     >>> "softcap is given" in found, "Lq = 1" in found, "B > 1" in found
     (True, True, False)
     """
+    if "beta" in arguments:
+        return _of_delta(arguments)
     B, H, G, Lq, Lk, D, Dv = sizes(arguments).values()
     shapes = (
         B > 1, H > 1, G > 1, G == 8, Lq == 1, 1 < Lq < Lk, Lq > Lk, Lk > 32, Dv != D,
     )  # fmt: skip
     options = (*OPTIONS, *ARRANGED)
     given = [arguments.get(name) is not None and arguments[name] is not False for name in options]
-    pairs = zip(OPPOSITES.items(), (*shapes, *given), strict=True)
-    return frozenset(one if holds else other for (one, other), holds in pairs) - {""}
+    return _holding(OPPOSITES, (*shapes, *given))
+
+
+def _of_delta(arguments: Mapping[str, Any]) -> frozenset[str]:
+    (B, Hk, L, D), (_, H, _, Dv) = arguments["k"].shape, arguments["v"].shape
+    options = "scale", "normalize", "initial_state", "kv_lengths", "cu_seqlens"
+    given = (arguments.get(name) is not None for name in options)
+    shapes = B > 1, H > 1, H > Hk, L > 64, Dv != D, arguments["g"].ndim == 4
+    return _holding(OF_DELTA, (*shapes, *given))
+
+
+def _holding(opposites: Mapping[str, str], holds: Sequence[bool]) -> frozenset[str]:
+    pairs = zip(opposites.items(), holds, strict=True)
+    return frozenset(one if yes else other for (one, other), yes in pairs) - {""}
 
 
 def sizes(arguments: Mapping[str, Any]) -> dict[str, int]:

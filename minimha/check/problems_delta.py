@@ -69,6 +69,8 @@ def _plain(seed: int) -> Iterator[Graded]:
     shows = "which axis decays"
     yield _problem(seed, "decay per channel", shows, H=2, g=_per_channel)
     yield _problem(seed, "decay per channel, square state", shows, g=_per_channel, **SQUARE)
+    given: dict[str, Any] = {"H": 4, "Hk": 2, "scale": 0.75, "g": _per_channel}
+    yield _problem(seed, "decay per channel, grouped heads, scale", shows, **given, **SQUARE)
 
 
 def _above_1(draw: Draw, x: dict[str, Array]) -> Array:
@@ -77,6 +79,10 @@ def _above_1(draw: Draw, x: dict[str, Array]) -> Array:
 
 def _per_channel(draw: Draw, x: dict[str, Array]) -> Array:
     return -_between(draw, 0.05, 1.5, *x["g"].shape, x["k"].shape[-1])
+
+
+def _slowly_per_channel(draw: Draw, x: dict[str, Array]) -> Array:
+    return _per_channel(draw, x) / 40
 
 
 def _norms(seed: int) -> Iterator[Graded]:
@@ -110,6 +116,12 @@ def _state(draw: Draw, x: dict[str, Array]) -> Array:
     return draw.numbers(B, H, D, Dv)
 
 
+def _three(draw: Draw, x: dict[str, Array]) -> Array:
+    """States of three sequences."""
+    (_, H, _, Dv), D = x["v"].shape, x["k"].shape[-1]
+    return draw.numbers(3, H, D, Dv)
+
+
 def _sequences(seed: int) -> Iterator[Graded]:
     lengths, starts = np.array([4, 6, 2]), np.array([0, 5, 6, 14], np.int32)
     yield _problem(seed, "lengths", "padded tokens", B=3, kv_lengths=lengths, **SQUARE)
@@ -118,7 +130,20 @@ def _sequences(seed: int) -> Iterator[Graded]:
         chunks=(6, 3), kv_lengths=lengths, **SQUARE,
     )  # fmt: skip
     shows = "where sequences begin"
-    yield _problem(seed, "packed sequences", shows, H=2, L=14, cu_seqlens=starts, **SQUARE)
+    packed: dict[str, Any] = {"H": 2, "L": 14, "cu_seqlens": starts, **SQUARE}
+    yield _problem(seed, "packed sequences", shows, **packed)
+    shows = "where each sequence starts"
+    yield _problem(seed, "packed sequences, initial states", shows, **packed, initial_state=_three)
+    yield _problem(
+        seed, "lengths, initial states", shows, B=3, kv_lengths=lengths, initial_state=_three,
+        **SQUARE,
+    )  # fmt: skip
+    shows = "which axis decays where sequences begin and end"
+    yield _problem(seed, "packed sequences, decay per channel", shows, g=_per_channel, **packed)
+    yield _problem(
+        seed, "lengths, decay per channel", shows, B=3, L=9, chunks=(6, 3), g=_per_channel,
+        kv_lengths=lengths, **SQUARE,
+    )  # fmt: skip
 
 
 def _chunks(seed: int) -> Iterator[Graded]:
@@ -135,11 +160,28 @@ def _chunks(seed: int) -> Iterator[Graded]:
     yield _problem(seed, "two calls, 64 wide", shows, L=128, chunks=(64, 64), **WIDE)
     shows = "what the state keeps"
     yield _problem(seed, "200 tokens, slow decay", shows, L=200, forgets=0.002, **SIXTEEN)
+    shows = "which axis decays, in chunks"
+    slow: dict[str, Any] = {"g": _slowly_per_channel}
+    yield _problem(seed, "decay per channel, 150 tokens", shows, L=150, **slow, **SIXTEEN)
+    yield _problem(seed, "decay per channel, 64 wide", shows, L=128, **WIDE | slow)
+    shows = "chunks of tokens where sequences begin and end"
+    starts = np.array([0, 70, 71, 150], np.int32)
+    yield _problem(seed, "packed sequences, 64 wide", shows, L=150, cu_seqlens=starts, **WIDE)
+    yield _problem(
+        seed, "packed sequences, 64 wide, initial states", shows, L=150, cu_seqlens=starts,
+        initial_state=_three, **WIDE,
+    )  # fmt: skip
+    lengths = np.array([70, 128])
+    yield _problem(
+        seed, "lengths, then more tokens, 64 wide", shows, B=2, L=192, chunks=(128, 64),
+        kv_lengths=lengths, **WIDE,
+    )  # fmt: skip
 
 
 def _extremes(seed: int) -> Iterator[Graded]:
     shows = "exponentials of large differences"
     yield _problem(seed, "strong decay", shows, L=24, g=_strong, **SQUARE)
+    yield _problem(seed, "strong decay per channel", shows, L=60, g=_strong_per_channel, **SIXTEEN)
     yield _problem(seed, "cleared state", "a decay of 0", L=20, g=_clearing, **SQUARE)
     for name, what in (("v", "value"), ("k", "key"), ("q", "query")):
         given: dict[str, Any] = {name: _spoiled(name), **SQUARE}
@@ -150,6 +192,13 @@ def _strong(draw: Draw, x: dict[str, Array]) -> Array:
     """Most tokens decay by e^-3 to e^-9, some by e^-50."""
     g = -_between(draw, 3, 9, *x["g"].shape)
     g[..., 5::7] = -50
+    return g
+
+
+def _strong_per_channel(draw: Draw, x: dict[str, Array]) -> Array:
+    """Some channels decay by e^-2 at each token, others hardly."""
+    g = -_between(draw, 0.01, 0.1, *x["g"].shape, x["k"].shape[-1])
+    g[..., ::3] *= 20
     return g
 
 

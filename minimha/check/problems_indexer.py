@@ -32,20 +32,22 @@ def _problems(seed: int) -> Iterator[Graded]:
     shows = "which pairs are rotated"
     for name, is_interleaved in (("halves", False), ("neighbours", True)):
         yield _problem(seed, f"rotated {name}", shows, Hi=2, L=16, rope_interleaved=is_interleaved)
+    yield _problem(seed, "rotated slowly", "the base of the rotation", L=16, base=64.0)
     yield _problem(seed, "everything", "all of it together", B=2, Hi=4, L=32, top_k=4,
                    rope_interleaved=True, **causal)  # fmt: skip
 
 
 def _problem(
     seed: int, name: str, shows: str, B: int = 1, L: int = 12, E: int = 6, Cq: int = 5, Hi: int = 1,
-    Di: int = 8, top_k: int = 3, rope_interleaved: bool = False, **call: Any,
+    Di: int = 8, top_k: int = 3, rope_interleaved: bool = False, base: float = 10000.0,
+    **call: Any,
 ) -> Graded:  # fmt: skip
     """Return a problem for an indexer that rotates the first half of its heads' numbers."""
     draw = Draw(f"indexer {name} {seed}")
     shapes = {"W_iq": (Cq, Hi * Di), "W_ik": (E, Di), "W_iw": (E, Hi)}
     layer: dict[str, Any] = {n: draw.numbers(*s, spread=s[0] ** -0.5) for n, s in shapes.items()}
     layer |= {"g_ik": 1 + draw.numbers(Di, spread=0.25), "b_ik": draw.numbers(Di, spread=0.5)}
-    layer |= {"num_heads": Hi, "top_k": top_k, "rope_base": 10000.0, "rope_dim": Di // 2}
+    layer |= {"num_heads": Hi, "top_k": top_k, "rope_base": base, "rope_dim": Di // 2}
     layer |= {"rope_interleaved": rope_interleaved}
     layer = {n: np.float32(x) if isinstance(x, np.ndarray) else x for n, x in layer.items()}
     given = {"x": draw.numbers(B, L, E), "latents": draw.numbers(B, L, Cq), **call}

@@ -84,7 +84,8 @@ class Known:
         plain = expanded(problem.arguments)[0] if is_attention else problem.arguments
         self.length = plain["x" if problem.layer else "k"].shape[-2]
         self.options = set(problem.options) | set(problem.layer or ()) | {*plain} - {"q_offset"}
-        self.conditions = conditions(problem.arguments) if is_attention else frozenset()
+        has_conditions = is_attention or problem.kind == "delta rule"
+        self.conditions = conditions(problem.arguments) if has_conditions else frozenset()
         self.sizes = sizes(problem.arguments) if is_attention else {}
         self.has_nan = not problem.layer and any(
             np.isnan(problem.arguments[name]).any() for name in "qkv"
@@ -508,6 +509,8 @@ class Search:
         enough = wrong - left >= SHARE * wrong
         if any(is_precision(name) or name in IN_16_BITS for name, *_ in hypothesis):
             enough = enough and left <= (1 - NEARLY_ALL) * len(self.plain)
+        if names_of(hypothesis) & {*IN_16_BITS}:  # which shows in most problems
+            enough = enough and wrong >= SHARE * len(self.plain)
         return tells and enough and all(self.evidence(hypothesis, item) for item in hypothesis)
 
     def evidence(self, hypothesis: Hypothesis, item: Item) -> list[int]:

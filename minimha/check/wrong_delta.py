@@ -31,8 +31,10 @@ SPLITTING = (
     "delta_chunk_output_not_decayed", "delta_chunk_scores_not_decayed",
     "delta_chunk_triangle_not_decayed", "delta_chunk_stored_not_decayed",
     "delta_chunk_stored_decays_whole", "delta_chunk_state_kept", "delta_chunk_not_solved",
-    "delta_chunk_sums_not_restarted", "delta_chunk_beta_of_column",
+    "delta_chunk_sums_not_restarted", "delta_chunk_beta_of_column", "delta_chunk_correction_sign",
 )  # fmt: skip
+IN_BLOCKS = "delta_chunk_solved_in_blocks", "delta_chunk_block_decay_lost"
+SERIES, SPLIT = "delta_chunk_series_short", "delta_decay_split_clamped"
 LARGEST_SUM = 87.0  # of -g in a chunk of 64 tokens: exp of more is infinite in float32
 
 
@@ -59,6 +61,8 @@ def deviate_delta(p: PreparedDelta, d: Mapping[str, Any]) -> Deviated:
         for s, (b, first, count) in enumerate(p.problem.rows):
             if s == 0 or not ("delta_sequences_run_on" in d and "cu_seqlens" in arguments):
                 S = _initial(p, d, s)
+            if s and "delta_initial_state_first_only" in d:
+                S = np.zeros_like(S)
             there = slice(first, first + count if "cu_seqlens" in arguments else None)
             one = _Tokens(p, d, S, count)
             O[b, :, there], bound[b, :, there] = one.all(*(x[b, :, there] for x in steps))
@@ -174,11 +178,22 @@ def _decays(p: PreparedDelta, d: Mapping[str, Any]) -> Array:
         g = g[..., :1] if is_first else g.mean(-1, keepdims=True)
     if "delta_decay_of_columns" in d and g.shape[-1] not in (1, p.v.shape[-1]):
         raise Impossible("g per channel is as wide as the keys, and the columns are not")
+    if "delta_decay_of_next_token" in d:
+        g = np.roll(g, -1, axis=2)
+        g[:, :, -1] = 0
     if "delta_decay_not_exponential" in d:
-        return g
+        return OTHERWISE[d["delta_decay_not_exponential"]](g)
     g = np.maximum(g, d.get("delta_decay_clamped", -np.inf))
     sign = -1 if "delta_decay_inverse" in d else 1
     return np.asarray(np.exp2(g) if "delta_decay_in_base_2" in d else np.exp(sign * g))
+
+
+OTHERWISE: dict[str, Callable[[Array], Array]] = {  # in place of exp(g)
+    "g": lambda g: g,
+    "sigmoid(g)": lambda g: 1 / (1 + np.exp(-g)),
+    "exp(-exp(g))": lambda g: np.exp(-np.exp(g)),
+    "exp(-softplus(g))": lambda g: 1 / (1 + np.exp(g)),
+}
 
 
 def _initial(p: PreparedDelta, d: Mapping[str, Any], s: int) -> Array:
@@ -203,11 +218,22 @@ class _Tokens:
         self.p, self.d, self.S = p, d, S
         self.length = length  # of the first call's tokens, those that exist
         self.size = next((d[name] for name in (APART, DROPPING, *SPLITTING) if name in d), 0)
-        self.is_split = any(name in d for name in SPLITTING)
+        self.block = self.powers = 0
+        for name in (*IN_BLOCKS, SERIES):
+            if name in d:
+                number, self.size = d[name]
+                self.powers, self.block = (number, 0) if name == SERIES else (0, number)
+        self.is_clamped = SPLIT in d and p.g.shape[-1] > 1
+        if self.is_clamped:
+            self.size = 64
+        self.is_split = self.size > 0 and APART not in d and DROPPING not in d
         self.before_chunk = S
         self.own = np.zeros_like(S)  # what the chunk has stored, and what of it is left
         self.stored_raw = np.zeros_like(S)  # the same without decay
         self.of_others = np.zeros_like(S)  # what is left of it, times each token's beta
+        self.within = self.earlier = np.zeros_like(S)  # what this and earlier blocks have stored
+        self.by_split = np.zeros_like(S)  # what the chunk has stored, over a decay up to a bound
+        self.series: list[Array] = []  # what it would have stored by fewer powers of the triangle
         self.faded_by = np.ones_like(S)  # the product of the chunk's decays
         self.since_start = np.ones_like(S)  # the product of the call's decays
         self.stored = d.get("delta_state_in_16_bits")
@@ -226,11 +252,17 @@ class _Tokens:
             for t in range(start, start + count):
                 if self.size and (t - start) % self.size == 0:
                     self._begin_chunk(is_first=t == start)
+                if self.block and (t - start) % self.block == 0:
+                    self.earlier = self.earlier + self.within
+                    self.within = np.zeros_like(self.within)
                 before = self.S
                 output = self._token(q[:, t], k[:, t], v[:, t], beta[:, t], a[:, t], t == 0)
                 if start or t < self.length or "delta_lengths_ignored" in self.d:
                     O[:, t], bound[:, t] = output, self._bound(q[:, t], output)
             self.S = self._passed_on()
+            if "delta_padding_decays" in self.d:
+                padded = a[:, start + count : stop]
+                self.S = np.asarray(_over_rows(padded.prod(1), self.d) * self.S)
             if start == 0 and "delta_output_beyond_length" in self.d:
                 beyond = slice(self.length, stop)
                 O[:, beyond] = q[:, beyond] @ self.S
@@ -245,6 +277,8 @@ class _Tokens:
             self.S = np.zeros_like(self.S)
         self.before_chunk = self.S
         self.own = self.stored_raw = self.of_others = np.zeros_like(self.S)
+        self.within = self.earlier = self.by_split = self.own
+        self.series = [self.own] * self.powers
         self.faded_by = np.ones_like(self.S)
 
     @property
@@ -289,13 +323,24 @@ class _Tokens:
             decayed, read = self._by_chunks(decay)
         by = q if "delta_prediction_not_by_key" in d else k
         u = self._correction(v, (by[:, None] @ read)[:, 0], beta)
+        if "delta_correction_of_itself" in d:
+            u = u / (1 + beta * np.square(k).sum(-1, keepdims=True))
         if "delta_chunk_beta_of_column" in d:
             u = u - (k[:, None] @ self.of_others)[:, 0]
+        if self.powers:
+            u = self._by_powers(k, u, beta)
         stored = k[..., None] * u[:, None]
         self.S, self.own = decayed + stored, self.own + stored
         self.stored_raw = self.stored_raw + stored
         self.of_others = self.of_others + beta[..., None] * stored
         source = self.S
+        self.within = self.within + stored
+        if "delta_chunk_block_decay_lost" in d:
+            source = self.faded + self.earlier + self.within
+        if self.is_clamped:
+            over = np.minimum(1 / self.faded_by, np.exp(d[SPLIT]))
+            self.by_split = self.by_split + over * stored
+            source = self.faded + self.faded_by * self.by_split
         if "delta_chunk_output_not_decayed" in d:
             source = self.own + self.before_chunk
         if "delta_chunk_scores_not_decayed" in d:
@@ -320,9 +365,27 @@ class _Tokens:
             read = self.own + self.before_chunk
         if "delta_chunk_triangle_not_decayed" in d:
             read = self.stored_raw + self.faded
-        if "delta_chunk_not_solved" in d or "delta_chunk_beta_of_column" in d:
+        if "delta_chunk_correction_sign" in d:
+            read = self.faded - self.own
+        self.within = decay * self.within
+        if "delta_chunk_solved_in_blocks" in d:
+            read = self.faded + self.within
+        if "delta_chunk_block_decay_lost" in d:
+            read = self.faded + self.earlier + self.within
+        if self.is_clamped:
+            read = self.faded + self.faded_by * self.by_split
+        self.series = [decay * own for own in self.series]
+        if self.powers or "delta_chunk_not_solved" in d or "delta_chunk_beta_of_column" in d:
             read = self.faded
         return self.own + there, read
+
+    def _by_powers(self, k: Array, u: Array, beta: Array) -> Array:
+        """Correct u by as many powers of the triangle as the series has."""
+        corrected = u
+        for n, own in enumerate(self.series):
+            self.series[n] = own + k[..., None] * corrected[:, None]
+            corrected = u - beta * (k[:, None] @ own)[:, 0]
+        return np.asarray(corrected)
 
     def _correction(self, v: Array, predicted: Array, beta: Array) -> Array:
         d = self.d

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from minimha.check.prepared import FLOAT32, UNITS
 from minimha.check.problems import Graded
+from minimha.check.rounding import rounded
 from minimha.check.wrong_attention import Deviated
 from minimha.layers import RoPE
 from minimha.layers.indexer import largest
@@ -19,6 +20,7 @@ Array = NDArray[Any]
 EPSILON = 1e-6
 IN_SUMS = 64  # roundings to float32 of a product
 IN_INPUTS = 4  # roundings of its factors to the inputs' dtype
+FLOAT8 = 4, 8  # bits and exponent of float8_e4m3fn for numbers below 256
 
 
 class PreparedIndexer:
@@ -51,6 +53,10 @@ def deviate_indexer(p: PreparedIndexer, d: Mapping[str, Any]) -> Deviated:
     picked, is_free = _picked(p, d, I, seen, error, is_unsure)
     if "index_same_for_all" in d:
         picked, is_free = (np.broadcast_to(x[:, -1:], x.shape) for x in (picked, is_free))
+    if "index_entry_0_for_all" in d:
+        picked, is_free = (np.broadcast_to(x[:1], x.shape) for x in (picked, is_free))
+    if "index_moved" in d:
+        picked, is_free = (np.roll(x, d["index_moved"], -1) for x in (picked, is_free))
     nothing = np.zeros((p.B, 1, p.L))
     output = picked.astype(np.float64)
     return Deviated(output, np.zeros(output.shape), nothing, nothing, (), is_free, nothing == 0)
@@ -58,7 +64,10 @@ def deviate_indexer(p: PreparedIndexer, d: Mapping[str, Any]) -> Deviated:
 
 def _products(p: PreparedIndexer, d: Mapping[str, Any]) -> tuple[Array, Array]:
     """Return the products of queries and keys and their sizes, (B, Hi, L, L) each."""
-    q = (p.latents @ p.W_iq).reshape(p.B, p.L, p.heads, p.width).swapaxes(1, 2)
+    q = p.latents @ p.W_iq
+    if "index_heads_transposed" in d:
+        q = q.reshape(p.B, p.L, p.width, p.heads).swapaxes(2, 3)
+    q = q.reshape(p.B, p.L, p.heads, p.width).swapaxes(1, 2)
     k = (p.x @ p.W_ik)[:, None]
     q = _rotated(p, d, q)
     on_keys = "index_rope_on_queries_only" not in d
@@ -67,6 +76,8 @@ def _products(p: PreparedIndexer, d: Mapping[str, Any]) -> tuple[Array, Array]:
     else:
         k = _normalised(p, d, k)
         k = _rotated(p, d, k) if on_keys else k
+    if "index_in_float8" in d:
+        q, k = (rounded(x, *FLOAT8) for x in (q, k))
     K = k.swapaxes(-1, -2)
     return q @ K * p.width**-0.5, abs(q) @ abs(K) * p.width**-0.5
 
@@ -77,7 +88,8 @@ def _normalised(p: PreparedIndexer, d: Mapping[str, Any], k: Array) -> Array:
     mean = 0 if "index_norm_without_mean" in d else k.mean(-1, keepdims=True)
     spread = np.sqrt(np.square(k - mean).mean(-1, keepdims=True) + EPSILON)
     bias = 0 if "index_norm_bias_ignored" in d else p.b_ik
-    return np.asarray((k - mean) / spread * p.g_ik + bias)
+    gain = 1 if "index_norm_gain_ignored" in d else p.g_ik
+    return np.asarray((k - mean) / spread * gain + bias)
 
 
 def _rotated(p: PreparedIndexer, d: Mapping[str, Any], x: Array) -> Array:
@@ -87,9 +99,11 @@ def _rotated(p: PreparedIndexer, d: Mapping[str, Any], x: Array) -> Array:
     if "index_rope_half" in d or "index_rope_interleaved" in d:
         is_interleaved = "index_rope_interleaved" in d
     R = p.width if "index_rope_on_all" in d else int(p.given["rope_dim"])
-    rope = RoPE(p.width, p.given["rope_base"], interleaved=is_interleaved, rotary_dim=R)
+    base = 10000.0 if "index_rope_base_ignored" in d else p.given["rope_base"]
+    rope = RoPE(p.width, base, interleaved=is_interleaved, rotary_dim=R)
     shift = R if "index_rope_on_last" in d else 0
-    turned = rope.rotate(np.roll(x, shift, -1), np.arange(p.L))
+    positions = np.arange(p.L) * (-1 if "index_rope_backwards" in d else 1)
+    turned = rope.rotate(np.roll(x, shift, -1), positions)
     return np.asarray(np.roll(turned, -shift, -1))
 
 
@@ -112,16 +126,37 @@ def _scores(d: Mapping[str, Any], products: Array, w: Array) -> Array:
         return np.asarray((w * products).sum(1))
     if "index_relu_of_sum" in d:
         return np.asarray(np.maximum((w * products).sum(1), 0))
-    return np.asarray((w * np.maximum(products, 0)).sum(1))
+    if "index_weights_before_relu" in d:
+        return np.asarray(np.maximum(w * products, 0).sum(1))
+    if "index_heads_maximum" in d:
+        return np.asarray((w * np.maximum(products, 0)).max(1))
+    activated = OTHERWISE.get(d.get("index_relu_otherwise", ""), lambda x: np.maximum(x, 0))
+    return np.asarray((w * activated(products)).sum(1))
+
+
+def _softmax(x: Array) -> Array:
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return np.asarray(weights / weights.sum(-1, keepdims=True))
+
+
+OTHERWISE: dict[str, Callable[[Array], Array]] = {
+    "abs": np.abs, "square": np.square, "silu": lambda x: x / (1 + np.exp(-x)), "softmax": _softmax,
+}  # fmt: skip
 
 
 def _picked(
     p: PreparedIndexer, d: Mapping[str, Any], I: Array, seen: Array, error: Array, is_unsure: Array
 ) -> tuple[Array, Array]:
     """Return which keys are picked, and where rounding may decide it, (B, L, L) each."""
-    top_k = int(p.given["top_k"]) - ("index_one_too_few" in d)
+    top_k = int(p.given["top_k"]) - ("index_one_too_few" in d) + ("index_one_too_many" in d)
     I = -I if "index_smallest" in d else I
+    if "index_negative_reversed" in d:
+        I = np.where(I < 0, I.min() - I, I)
     among = seen
+    if "index_own_key_hidden" in d and p.given.get("is_causal"):
+        among = seen = seen & ~np.eye(p.L, dtype=bool)
+    if "index_hidden_score_0" in d:
+        I, among = np.where(seen, I, 0), np.ones_like(seen)
     if {"index_picked_before_hidden", "index_causal_ignored"} & {*d}:
         among = np.ones_like(seen)
     flip = slice(None, None, -1 if d.get("index_ties_otherwise") == "higher first" else 1)
@@ -138,6 +173,6 @@ def _picked(
     is_free = near & ~is_exact & ~is_all & (near.sum(-1, keepdims=True) > 1)
     if "index_own_key_added" in d:
         picked = picked | np.eye(p.L, dtype=bool)
-    if "index_causal_ignored" not in d:
+    if not {"index_causal_ignored", "index_hidden_score_0"} & {*d}:
         picked = picked & seen
     return picked, is_free

@@ -17,6 +17,7 @@ from minimha.check.altered import altered, heads_by
 from minimha.check.expanded import indices
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.rounding import accumulated, rounded
+from minimha.equations.eight_bits import scales_of
 
 Array = NDArray[Any]
 
@@ -78,6 +79,9 @@ class Scores:
         else:
             self.S, self.size = rows @ columns, abs(rows) @ abs(columns)
         self.q, self.V = q, (K if "v_is_k" in d else V)
+        if "k_scale_late" in d:
+            self.k_scale = scales_of_keys(self.right)
+            self.S, self.size = self.S / self.k_scale, self.size / self.k_scale
         self.delta = (x.summed(x.D, 8) + 2 * x.extra) * self.size
         self.round_products(rows, columns)
 
@@ -108,6 +112,8 @@ class Scores:
         for deviation, (operation, turn) in MOVED.items():
             if deviation in self.d:
                 order[operation] = turn
+        if "k_scale_late" in self.d:
+            order["rescale"] = order[self.d["k_scale_late"]] + 0.05
         if self.d.get("softcap_after_mask") == "bias last":
             order["bias"], order["alibi"] = 4.7, 4.8
         self.raw = self.S
@@ -177,6 +183,10 @@ class Scores:
             self.S = factor * np.tanh(self.S / divisor)
         self.delta = np.minimum(self.delta, 2 * cap) * (factor / divisor)
         self.delta = self.delta + 4 * self.x.unit * factor
+
+    def rescale(self) -> None:
+        """Multiply the scores by k_scale, which ``multiply`` has divided them by."""
+        self.S, self.delta = self.S * self.k_scale, self.delta * self.k_scale
 
     def bias(self) -> None:
         if self.x.bias is not None:
@@ -254,6 +264,15 @@ class Scores:
         self.visible = np.broadcast_to(hard & softly, self.x.shape) & ~np.isneginf(self.unhidden)
 
     # Softmax.
+
+
+def scales_of_keys(x: Prepared) -> Array:
+    """Return the scales of 8-bit keys, (B, H, 1, Lk), or 1; the right ones if keys are in pages."""
+    given, k = x.arguments, np.asarray(x.arguments["k"])
+    if given.get("k_scale") is None or given.get("block_table") is not None:
+        return np.ones((1, 1, 1, 1))
+    scales = scales_of("k_scale", given["k_scale"], k, k.ndim, np.dtype(np.float64))
+    return scales[:, x.heads, None]
 
 
 def _softly(name: str, value: Any) -> tuple[str, float, str]:

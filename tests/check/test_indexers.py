@@ -31,9 +31,13 @@ def test_rounding_decides_hardly_any_pick(seed):
         assert known(problem, "float32").predicted(NONE).is_free.mean() < 0.05
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [one.identifier for one in OF_INDEXERS])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(one.identifier, "float32") for one in OF_INDEXERS]
+    + [(one.identifier, "bfloat16") for one in OF_INDEXERS if one.identifier != "index_in_float8"],
+)
 def test_one_deviation_is_named(name, dtype):
+    """In bfloat16, what rounding to float8_e4m3fn changes is rounding."""
     problems, deviations = indexer_problems(3), {name: DEVIATIONS[name].values[0]}
     found = judge(problems, answers(problems, deviations, dtype), dtype=dtype)
     assert found.deviations == (name,)
