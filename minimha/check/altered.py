@@ -103,11 +103,17 @@ def _axes(name: str) -> dict[str, Alter]:
             raise Impossible(f"the {name} is transposed but Lq is not Lk")
         return a.swapaxes(-1, -2)
 
+    def flattened(x: Prepared, a: Array, _: Any) -> Array:
+        matrices = a.reshape(-1, *a.shape[2:])
+        return matrices[np.arange(x.B * x.H).reshape(x.B, x.H) % len(matrices)]
+
     changes: dict[str, Callable[[Prepared, Array, Any], Any]] = {
         "by_kv_head": lambda x, a, way: over_heads(x, a, heads_by(x, way)),
         "head_0_for_all": lambda x, a, _: a[:, :1],
         "batch_0_for_all": lambda x, a, _: a[:1],
         "row_0_for_all": lambda x, a, _: a[:, :, :1],
+        "row_of_tile": lambda x, a, size: a[:, :, np.arange(x.Lq) % size % a.shape[2]],
+        "flattened": flattened,
         "transposed": transposed,
     }
 
@@ -224,7 +230,12 @@ ALTERATIONS: dict[str, Alter] = {
     "window_halved": _option(
         "window_size", lambda x, w, _: tuple(None if side is None else side // 2 for side in w)
     ),
-    "window_of_0_ignored": _option("window_size", lambda x, w, _: (w[0] or None, w[1] or None)),
+    "window_of_0_ignored": _option(
+        "window_size", lambda x, w, of: tuple(
+            side or None if of in ("both", which) else side
+            for which, side in zip(("left", "right"), w, strict=True)
+        )
+    ),
     "window_symmetric": _option("window_size", lambda x, w, side: (w[side], w[side])),
     "window_hides_future": _option("window_size", lambda x, w, _: (w[0], 0)),
     "padding_seen": _pad,

@@ -28,6 +28,7 @@ from minimha.check.crossed import (
     Switches,
     alone,
     crossed,
+    long,
     rows,
 )
 from minimha.check.problems import Graded
@@ -227,6 +228,7 @@ class Asking:
                         self.all([problem(few - {*FIRST_QUERY} | (taken & {FIRST_QUERY[-1]}))])
             if len(excluded) == before:
                 break
+        self.all([problem(on) for on in long(taken)])
 
 
 def _differ(whole: Answer, alone: Answer) -> bool:

@@ -74,7 +74,7 @@ def _of_delta(arguments: Mapping[str, Any]) -> frozenset[str]:
     (B, Hk, L, D), (_, H, _, Dv) = arguments["k"].shape, arguments["v"].shape
     options = "scale", "normalize", "initial_state", "kv_lengths", "cu_seqlens"
     given = (arguments.get(name) is not None for name in options)
-    shapes = B > 1, H > 1, H > Hk, L > 64, Dv != D, arguments["g"].ndim == 4
+    shapes = B > 1, H > 1, Hk != H, L > 64, Dv != D, arguments["g"].ndim == 4
     return _holding(OF_DELTA, (*shapes, *given))
 
 

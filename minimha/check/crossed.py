@@ -36,6 +36,7 @@ HEADS = {
 QUERIES = ("as many queries", "one query", "fewer queries", "more queries")
 FIRST_QUERY = ("at the end", "at the start", "amid the keys")  # where queries stand among the keys
 OTHERS = ("batch", "many keys", "wide values", "by head", "by entry")
+LONG = "several blocks"  # more keys, and mostly queries, than a block of 128 has
 SWITCHES = (*list(HEADS)[1:], *QUERIES[1:], *FIRST_QUERY, *OTHERS, *OPTIONS)
 POSITIONAL = {"is_causal", "window_size", "alibi_slopes"}
 COMPANIONS = {  # what a switch needs before it changes a problem
@@ -73,8 +74,7 @@ PLAIN = Sizes()
 def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
     """Return the problem with the switches ``on``, with numbers drawn from ``seed``."""
     B, (H, Hkv) = 3 if "batch" in on else 1, next((HEADS[h] for h in HEADS if h in on), (1, 1))
-    Lk = (41 if "many keys" in on else 10) if sizes.unit == 1 else sizes.unit * 2
-    Lk += sizes.unit if sizes.unit > 1 and "many keys" in on else 0
+    Lk = _num_keys(on, sizes)
     step = max(1, Lk // 10)
     Lq = _num_queries(on, sizes, Lk)
     draw = Draw(f"crossed {seed} {sizes} {sorted(on)}")
@@ -110,12 +110,21 @@ def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
         given["scale"] = float(2.0 ** np.round(np.log2(2.3 / np.sqrt(sizes.D))))
     if "return_lse" in on:
         given["return_lse"] = True
-    name = ", ".join(s for s in SWITCHES if s in on) or "no switch"
+    name = ", ".join(s for s in (LONG, *SWITCHES) if s in on) or "no switch"
     name += "" if sizes == PLAIN else f" (lengths × {sizes.unit}, D = {sizes.D})"
     family, shows = "alone", "one option or shape alone"
     if on not in alone():
         family, shows = "crossed", "whether one option is read beside another, or at a shape"
     return kept(Graded(f"crossed: {name}", given, shows, family=family))
+
+
+def _num_keys(on: Switches, sizes: Sizes) -> int:
+    if LONG in on:  # primes, so that no equal parts divide them
+        Lk = 1039 if "one query" in on else 601 if "fewer queries" in on else 133
+        return -(-Lk // sizes.unit) * sizes.unit
+    if sizes.unit == 1:
+        return 41 if "many keys" in on else 10
+    return sizes.unit * (3 if "many keys" in on else 2)
 
 
 def _num_queries(on: Switches, sizes: Sizes, Lk: int) -> int:
@@ -255,6 +264,21 @@ def _candidates(taken: Switches, excluded: frozenset[Switches]) -> list[Switches
         on &= taken
         found[frozenset(on)] = None
     return [on for on in found if not any(some <= on for some in excluded)]
+
+
+def long(taken: Switches) -> list[Switches]:
+    """Return sets of switches with more keys than a block has: each option alone, and some pairs.
+
+    All are in ``taken``, but for ``LONG`` itself.
+    """
+    among = frozenset({"fewer queries", "at the end"})
+    sets = [
+        *({s} for s in OPTIONS), *({s, "one query"} for s in OPTIONS),
+        *(among | {s} for s in sorted(POSITIONAL)), {"is_causal", "window_size"},
+        {"is_causal", "groups of 4"}, {"groups of 4", "one query"}, {"sinks", "window_size"},
+        {"kv_lengths", "batch"},
+    ]  # fmt: skip
+    return [frozenset(on | {LONG}) for on in sets if on <= taken]
 
 
 @lru_cache(maxsize=1)

@@ -235,6 +235,10 @@ def _causal() -> Iterator[Graded]:
         "causal, more keys than queries", "where the first query stands",
         {"H": 2, "Lq": 3, "Lk": 7}, q_offset=4,
     )  # fmt: skip
+    yield causal(
+        "causal, more keys than queries, none before", "a q_offset of 0",
+        {"H": 2, "Lq": 3, "Lk": 7}, q_offset=0,
+    )  # fmt: skip
     yield causal("decoding", "one query after all others", {"H": 2, "Lq": 1, "Lk": 6}, q_offset=5)
     yield causal(
         "causal, amid the keys", "whether q_offset is read or guessed", {"Lq": 3, "Lk": 8},
@@ -334,6 +338,9 @@ def _biases() -> Iterator[Graded]:
     draw = Draw("bias for each head")
     square, each = draw.qkv(2, 2, Lq=6, Lk=6), draw.numbers(2, 2, 6, 6)
     yield _problem("bias for each head", "a bias's axes", square, attn_bias=each)
+    draw = Draw("bias for each entry")
+    square, each = draw.qkv(2, 3, Lq=6, Lk=6), draw.numbers(2, 1, 6, 6)
+    yield _problem("bias for each entry", "a bias's axes", square, attn_bias=each)
     draw = Draw("bias that hides")
     bias = np.where(draw.mask(5, 7), draw.numbers(5, 7), np.float32(-np.inf))
     yield _problem("bias that hides", "-inf in a bias", draw.qkv(H=2), attn_bias=bias)
@@ -462,6 +469,8 @@ def _many_keys() -> Iterator[Graded]:
     yield _drawn(f"causal, {MANY} keys", shows, few, is_causal=True, q_offset=298)
     yield _drawn(f"causal, amid {MANY} keys", shows, few, is_causal=True, q_offset=105)
     yield _drawn(f"window, {MANY} keys", shows, few, window_size=(70, 0), q_offset=298)
+    slopes = np.array([0.25], np.float32)
+    yield _drawn(f"ALiBi, {MANY} keys", shows, few, alibi_slopes=slopes, q_offset=298)
     lengths = np.array([65, 130, 290])
     yield _drawn(f"lengths, {MANY} keys", shows, {"B": 3, **few}, kv_lengths=lengths)
 

@@ -54,6 +54,8 @@ def accumulated(terms: Array, bits: int) -> Array:
     >>> float(accumulated(np.ones(4096), 11))
     2048.0
     """
+    if not terms.shape[-1]:
+        return np.zeros(terms.shape[:-1])
     if bits == 11:
         return np.add.accumulate(terms.astype(np.float16), -1)[..., -1].astype(np.float64)
     drop = 24 - bits  # bits of float32, which is exact enough for these sums

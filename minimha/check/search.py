@@ -347,7 +347,7 @@ class Search:
                 enough = len(wrong) - len(left) >= SHARE * len(wrong)
                 return found if explained and enough else [hypothesis]
             telling = [n for n in small if _has_numbers(self.answers[n])] or small
-            n = min(telling, key=lambda n: len(self.known[n].conditions - USUAL))
+            n = min(telling, key=self._plainness)
             counts = {
                 h: len(self.contradicted(h, in_all=True))
                 for item in (item for items in self.known[n].kinds() for item in items)
@@ -361,6 +361,10 @@ class Search:
             found = sorted(best, key=lambda h: (_num_conditions(h), _rank(h)))
             found = [h for h in found if _num_conditions(h) == _num_conditions(found[0])]
         return [hypothesis]
+
+    def _plainness(self, n: int) -> tuple[int, int]:
+        """Return a sort key of problem n: its unusual conditions, and its scores."""
+        return len(self.known[n].conditions - USUAL), self.known[n].num_scores
 
     def at_sizes(self, hypothesis: Hypothesis) -> list[Hypothesis]:
         """Extend a hypothesis by a deviation that explains what only models' sizes show.
@@ -385,9 +389,9 @@ class Search:
         return [h for h in found if _num_conditions(h) == _num_conditions(found[0])]
 
     def under_conditions(self, n: int, hypothesis: Hypothesis, item: Item) -> list[Hypothesis]:
-        """Return hypotheses in which ``item`` occurs only under conditions of problem ``n``.
+        """Return hypotheses in which ``item`` occurs, always or under conditions of problem ``n``.
 
-        Each has one of the conditions, or two of them.
+        The conditions are one, or two, of those that hold there.
         """
         needs = DEVIATIONS[item[0]].needs[:1]
         holding = sorted(c for c in self.known[n].conditions if not c.startswith(needs))
@@ -396,10 +400,9 @@ class Search:
             holding = [c for c in holding if c not in USUAL or not c.startswith(ARRANGING)]
         unusual = [c for c in holding if c not in USUAL]
         chosen = [frozenset([c]) for c in holding]
-        if is_arranging:  # it shows nowhere else, so it needs no condition
-            return [hypothesis | {item}, *(hypothesis | {(*item, c)} for c in chosen)]
-        chosen += [frozenset(pair) for pair in combinations(unusual, 2)]
-        return [hypothesis | {(*item, c)} for c in chosen]
+        if not is_arranging:
+            chosen += [frozenset(pair) for pair in combinations(unusual, 2)]
+        return [hypothesis | {item}, *(hypothesis | {(*item, c)} for c in chosen)]
 
     def best(
         self, grown: Iterable[Hypothesis], found: Mapping[Hypothesis, int]

@@ -232,8 +232,9 @@ def _follows(fault: str, named: Sequence[str], search: Search, found: Hypothesis
     return all(search.fit(n, found).is_explained for n in with_it)
 
 
-def _place(identifier: str) -> int:
-    return list(DEVIATIONS).index(identifier)
+def _place(identifier: str) -> tuple[bool, int]:
+    """Return a sort key: what is wrong comes before what only differs."""
+    return identifier in DIFFERENCES, list(DEVIATIONS).index(identifier)
 
 
 def _refused(problems: Sequence[Graded], answers: Sequence[Answer]) -> tuple[str, ...]:

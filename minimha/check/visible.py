@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.check.catalogue import EQUAL_SPLITS
 from minimha.check.prepared import Prepared
 from minimha.equations.visibility import UNBOUNDED
 
@@ -29,9 +30,12 @@ def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[An
     """Return the first key of each part, and the index of the part to which each key belongs.
 
     ``split`` is ("parts", 4) for 4 parts, of which the last may be shorter, ("floors", 4) for 4
-    parts, of which the last may be longer, or ("keys", 64) for parts of 64 keys.
+    parts, of which the last may be longer, or ("keys", 64) for parts of 64 keys. ("at most 8", 64)
+    is as many equal parts as there are blocks of 64 keys, up to 8.
     """
     kind, n = split
+    if kind == "at most 8":
+        kind, n = "parts", min(-(-x.Lk // n), 8)
     size = {"parts": -(-x.Lk // n), "floors": max(x.Lk // n, 1)}.get(kind, n)
     starts = x.j[::size][: n if kind == "floors" else None]
     return starts, np.minimum(x.j // size, len(starts) - 1)
@@ -53,7 +57,7 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     first = offset(x, d, "causal")
     if not is_given and d["causal_always"] == "to the last key":
         first = np.full_like(x.offset, x.Lk - x.Lq)
-    p = rows(x, d) + first
+    p = rows(x, d, "causal") + first
     if "causal_reversed" in d:
         return np.asarray(x.j >= p + d["causal_reversed"])
     way, size = d.get("causal_in_blocks", ("", 1))
@@ -83,12 +87,19 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     right += d.get("window_right_long", 0) - d.get("window_right_short", 0)
     left = UNBOUNDED if "window_left_ignored" in d else left
     right = UNBOUNDED if "window_right_ignored" in d else right
-    p = rows(x, d) + offset(x, d, "window")
+    p = rows(x, d, "window") + offset(x, d, "window")
     B_r, B_c = d.get("window_left_in_blocks", (1, 1))
     first = (p - left - x.i % B_r) // B_c * B_c
     block = d.get("window_starts_from_last_row", 1)
     first = np.maximum(first, (first - x.i % block + block - 1) // block * block)
-    return np.asarray((first <= x.j) & (x.j <= p + right))
+    seen = (first <= x.j) & (x.j <= p + right)
+    if "window_left_seen_in_whole_blocks" in d:
+        B_r, B_c = d["window_left_seen_in_whole_blocks"]
+        last = x.j // B_c * B_c + B_c - 1  # key of its block
+        p_first = p - x.i % B_r
+        is_whole = (last <= p_first + right) & (last < x.lengths) & (last >= p_first - left)
+        seen = seen | is_whole
+    return np.asarray(seen)
 
 
 def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
@@ -98,6 +109,7 @@ def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
         ("causal_bottom_right", np.full_like(x.offset, x.Lk - x.Lq)),
         ("causal_by_length", x.lengths - x.Lq),
         ("offset_batch_0_for_all", x.offset[:1]),
+        ("offset_of_0_ignored", _unless_0(x)),
         ("offset_subtracted", -x.offset),
         ("offset_added_twice", 2 * x.offset),
         ("window_ignores_offset", np.zeros_like(x.offset)),
@@ -108,13 +120,26 @@ def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
     return np.asarray(x.offset + d.get("offset_moved", 0))
 
 
-def rows(x: Prepared, d: Mapping[str, Any]) -> NDArray[Any]:
-    """Return the index of each query, (Lq, 1), or (H, Lq, 1) if a bug confuses grouped rows."""
-    way, G = d.get("packed_rows_confused"), x.H // x.Hkv
+def _unless_0(x: Prepared) -> NDArray[Any]:
+    """Return the offset; where 0 is given for all entries, that which puts queries last."""
+    is_0 = "q_offset" in x.given and not np.any(x.given["q_offset"])
+    return np.full_like(x.offset, x.Lk - x.Lq) if is_0 else x.offset
+
+
+def rows(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
+    """Return the index of each query for ``of``, (Lq, 1), or (H, Lq, 1) of confused grouped rows.
+
+    ``of`` is "causal", "window" or "alibi".
+    """
+    value, G = d.get("packed_rows_confused", ""), x.H // x.Hkv
+    way, places = value if isinstance(value, tuple) else (value, (of,))
     g = np.arange(x.H)[:, None, None] % G
-    if way == "row // G":
-        return np.asarray((g * x.Lq + x.i) // G)
-    return np.asarray((x.i * G + g) % x.Lq) if way == "row mod Lq" else x.i
+    followed, alternating = g * x.Lq + x.i, x.i * G + g
+    ways = {
+        "row // G": followed // G, "row mod Lq": alternating % x.Lq, "g · Lq + i": followed,
+        "i · G + g": alternating,
+    }  # fmt: skip
+    return np.asarray(ways[way]) if way and of in places else x.i
 
 
 def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
@@ -128,6 +153,10 @@ def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
     B_c = d.get("online_last_block_dropped", 1)
     axis, N = d.get("only_first_computed", ("", 0))
     end = min(x.Lk // B_c * B_c, first_of(x.Lk, N) if axis == "keys" else x.Lk)
+    if axis in EQUAL_SPLITS:
+        splits = -(-x.Lk // N)
+        splits = min(splits, 8) if axis == EQUAL_SPLITS[1] else splits
+        end = x.Lk // splits * splits
     start = N if axis == "keys but the first" else 0
     return np.asarray(visible & (x.j < end) & (x.j >= start))
 

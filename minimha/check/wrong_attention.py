@@ -347,18 +347,19 @@ class _Deviation(Scores):
             rounding = (8 * x.unit + FLOAT32 * (x.Lk + 32)) * sizes
             self.bound = np.where(rows, rounding, self.bound)
             self.is_lse_free = self.is_lse_free | rows[..., 0]
-        if "part_without_keys_nan" in d:
-            self.lose_rows(*d["part_without_keys_nan"])
+        for name, number in (("part_without_keys_nan", np.nan), ("part_without_keys_zero", 0.0)):
+            if name in d:
+                self.lose_rows(*d[name], number)
         if x.has_nan:
             self.settle_nan()
 
-    def lose_rows(self, kind: str, size: int) -> None:
-        """Set rows to NaN if they see no key in some part, or in the "first" one."""
+    def lose_rows(self, kind: str, size: int, number: float) -> None:
+        """Set rows to ``number`` if they see no key in some part, or in the "first" one."""
         starts, _ = visible.parts(self.x, (kind, size))
         seen = np.asarray(np.logical_or.reduceat(self.has_score, starts, axis=-1))
         is_lost = np.asarray(~(seen[..., 0] if kind == "first" else seen.all(-1)))
-        self.others.append(np.where(is_lost[..., None], np.nan, self.O))
-        self.O = np.where((is_lost & ~self.x.sees_nothing)[..., None], np.nan, self.O)
+        self.others.append(np.where(is_lost[..., None], number, self.O))
+        self.O = np.where((is_lost & ~self.x.sees_nothing)[..., None], number, self.O)
         self.is_lse_free = self.is_lse_free | is_lost
 
     def settle_nan(self) -> None:

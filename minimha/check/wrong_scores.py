@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from minimha.check import visible
 from minimha.check.altered import altered, heads_by
+from minimha.check.catalogue import STEPS
 from minimha.check.expanded import indices
 from minimha.check.prepared import Impossible, Prepared
-from minimha.check.rounding import accumulated, rounded
+from minimha.check.rounding import FORMATS, accumulated, rounded
 from minimha.equations.eight_bits import scales_of
 
 Array = NDArray[Any]
@@ -72,7 +73,9 @@ class Scores:
         axis, N = d.get("only_first_computed", ("", 0))
         if "columns" in axis:
             end = visible.first_of(x.D, N)
-            end = x.D // min(N, x.D) * min(N, x.D) if axis.startswith("whole") else end
+            if axis.startswith("whole"):  # a block may be narrower than a step
+                N = N if axis in STEPS else min(N, x.D)
+                end = x.D // N * N
             rows, columns = rows[..., :end], columns[..., :end, :]
         if k_heads is x.heads and not MULTIPLIED_OTHERWISE & set(d):
             self.S, self.size = x.products
@@ -136,7 +139,10 @@ class Scores:
         top = np.where(np.isneginf(top), 0, top)
         sums = np.add.reduceat(np.exp(self.S - top[..., part]), starts, axis=-1)
         L = top + np.log(sums)
-        more = {"lse": L * (1 / np.log(2) - 1), "mean": -L, "all": -L, "sums": -top}[way]
+        ln2 = np.log(2)
+        more = {
+            "lse": L * (1 / ln2 - 1), "mean": -L, "all": -L, "sums": -top, "2^L": L * (ln2 - 1),
+        }[way]  # fmt: skip
         self.S = np.where(self.has_score, self.S + more[..., part], -np.inf)
         self.delta = self.delta + np.where(self.has_score, self.delta, 0).max(-1, keepdims=True)
         if way == "all":  # of a part without keys, the mean holds zeros
@@ -198,6 +204,8 @@ class Scores:
         d, ln2 = self.d, float(np.log(2))
         factor = ln2 if option in d.get("bias_not_in_base_2", ()) else 1.0
         factor = factor / ln2 if option in d.get("bias_in_base_2", ()) else factor
+        if option == "sinks" and d.get("parts_merged_wrongly", ("",))[0] == "2^L":
+            factor *= ln2  # the sink is a part, too
         return factor * 2 if option in d.get("added_twice", ()) else factor
 
     def alibi(self) -> None:
@@ -205,12 +213,20 @@ class Scores:
         slopes = x.problem.alibi_slopes
         if slopes is None:
             return
-        p = visible.rows(x, d) + visible.offset(x, d, "alibi")
+        p = visible.rows(x, d, "alibi") + visible.offset(x, d, "alibi")
         j = x.j
+        if "alibi_within_parts" in d:
+            starts, part = visible.parts(x, d["alibi_within_parts"])
+            j = j - starts[part]
+        what, dtype = d.get("alibi_rounded", ("", "bfloat16"))
+        if what == "positions":
+            p, j = (rounded(a, *FORMATS[dtype]) for a in (p, j))
         if "alibi_from_window" in d and x.given.get("window_size") is not None:
             left, block = x.given["window_size"][0], d["alibi_from_window"]
             j = j - (0 if left is None else np.maximum(p - left, 0) // block * block)
         distance = p - j if "alibi_signed_distance" in d else abs(p - j)
+        if what == "distances":
+            distance = rounded(distance, *FORMATS[dtype])
         slopes = slopes.astype(np.float64)[:, None, None]
         self.add(-self.unit_of("alibi_slopes") * slopes * distance)
 
