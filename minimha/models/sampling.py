@@ -67,6 +67,8 @@ def probabilities(
     below = scores - largest
     with np.errstate(over="ignore"):  # a tiny temperature makes all but the largest -inf: greedy
         p, _ = softmax(below / temperature)
+    if top_k is None and top_p is None:
+        return np.asarray(p)
     order = np.argsort(-p, axis=-1, kind="stable")
     sorted_p = np.take_along_axis(p, order, axis=-1)
     if top_k is not None:
