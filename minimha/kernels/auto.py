@@ -3,7 +3,9 @@
 The CPU kernels are fastest at every size once they are compiled. But importing numba and loading
 kernels takes half a second, and compiling them about ten seconds. Until calls with "dense" have
 taken that long in all, "auto" uses "dense". A toy problem therefore never waits, and a series of
-problems takes at most twice the shortest possible time.
+problems takes at most twice the shortest possible time. Where numba is imported already, a kernel
+on disk is loaded sooner. A model's products, which use numba, also slow down beside threads of
+BLAS, which spin after each product of "dense".
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from minimha.kernels.forks import imported
 LOG = logging.getLogger("minimha")
 BACKEND = "minimha.kernels.cpu.backend"
 LOADING, COMPILING = 0.5, 10.0  # seconds until a kernel is ready, from disk and from its source
+LOADING_MORE = 0.05  # seconds until it is read from disk, if numba is imported already
 DENSE_RATE = 5e9  # products per second, about, of the dense backend
 DENSE_MEMORY = 1 << 30  # bytes of scores; for more, the kernels are compiled at once
 
@@ -52,14 +55,13 @@ def worthwhile(
     if loaded and loaded.is_ready(problem):
         return loaded
     cost = _spent.get(kind, 0.0) + seconds
-    if cost < LOADING:
+    if cost < (LOADING_MORE if "numba" in sys.modules else LOADING):
         return None
     backend = _imported(name)
     if backend is None:
         return None
-    if cost < compiling and not is_large and not backend.is_stored(problem):
-        return None
-    return backend
+    pays_off = cost >= (LOADING if is_large else compiling)
+    return backend if pays_off or backend.is_stored(problem) else None
 
 
 def spent(seconds: float, kind: str = "attention") -> None:

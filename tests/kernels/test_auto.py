@@ -38,6 +38,7 @@ def test_a_kernel_that_is_compiled_is_taken_at_every_size():
     [
         (0, True, "dense"),
         (0, False, "dense"),
+        (auto.LOADING_MORE, True, "cpu"),  # numba is imported here
         (auto.LOADING, True, "cpu"),
         (auto.LOADING, False, "dense"),
         (auto.COMPILING, False, "cpu"),

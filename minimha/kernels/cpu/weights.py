@@ -7,11 +7,13 @@ once. So the fewer bytes a number takes there, the faster. Sums and rows x are f
   memory delivers fastest. Rows side by side reach half of that rate.
 - Up to ``MANY`` rows: a few rows of W are widened into the L1 cache, and multiplied by groups of
   four or eight rows of x, with all sums in registers.
-- More rows: a panel of W is widened into the L2 cache, and multiplied by register tiles.
+- More rows: a panel of W is widened into the L2 cache, and multiplied by register tiles. If W
+  ``is_rounded``, and the CPU multiplies pairs of bfloat16 numbers, each number of x and W is
+  rounded to one instead.
 - More rows, with a matrix unit, which multiplies bfloat16 numbers: each number of x is split
   exactly into three bfloat16 parts. A number of W is split into one part (bfloat16), two (float16)
   or three (other formats). Products of parts below 2^-24 of the largest are left out. If W
-  ``is_rounded``, each number of x and W is rounded to a single bfloat16 number instead.
+  ``is_rounded``, there is one part of each.
 
 A task is 64 rows of W, or up to 256 for a matrix unit, which prefetches the next panel meanwhile.
 There is one job per product, and before it one that packs many rows of x. A matrix unit's nonfinite
@@ -49,7 +51,7 @@ from minimha.kernels.cpu.simd.matrix_unit import (
 )
 from minimha.kernels.cpu.simd.product import tile_product, tile_product_add
 from minimha.kernels.cpu.simd.transpose import transpose
-from minimha.kernels.cpu.simd.vector import REGISTERS, panel_width
+from minimha.kernels.cpu.simd.vector import MULTIPLIES_PAIRS, REGISTERS, panel_width
 from minimha.kernels.cpu.simd.weights import (
     UNIT,
     UNITS,
@@ -63,6 +65,7 @@ from minimha.kernels.cpu.simd.weights import (
     row_product,
     splitter,
     widener,
+    words_at,
 )
 from minimha.kernels.cpu.threads import get_num_threads
 
@@ -79,7 +82,7 @@ LARGEST = 4  # chunks in a task for the matrix unit
 TOGETHER = 6  # rows of W in the L1 cache
 HAS_EIGHT = REGISTERS == 32  # whether eight rows of x fit into registers, beside three of W
 TAIL = 256  # bytes for the end of a row
-FEW, PACK, TILES, PACK_PAIRS, PAIRS = range(5)  # what a job does
+FEW, PACK, TILES, PACK_PAIRS, PAIR_TILES, MATRIX_UNIT = range(6)  # what a job does
 
 # The kernel's arguments, a line of integers: addresses of W, its scales, starts of its rows, x,
 # y, each thread's memory (and its size) and packed x; y's row in bytes, N, K, rows of x; what to
@@ -253,44 +256,6 @@ def function_of(name, has_matrix_unit):
                     multiply_widened(W, row, line, C, line[Y] + 4 * n, m)
             task = task_of(line)
 
-    @jit_inline
-    def in_tiles(line, worker):
-        data, starts, K, rows = line[DATA], integers_at(line[STARTS]), line[INPUTS], line[ROWS]
-        tail = line[MEMORY] + worker * line[ROOM]
-        lanes_all, padded = -(-rows // WIDTH) * WIDTH, whole_units(K)
-        ones = floats_at(tail + TAIL)
-        A_at = tail + TAIL + 4 * LANES
-        A, C = floats_at(A_at), floats_at(A_at + 4 * CHUNK * DEPTH)
-        x, y, y_row = floats_at(line[SHARED]), floats_at(line[Y]), line[Y_ROW] // 4
-        for i in range(LANES):
-            ones[i] = 1
-        task = task_of(line)
-        while task * CHUNK < line[OUTPUTS]:
-            n = task * CHUNK
-            m = min(CHUNK, line[OUTPUTS] - n)
-            for k in range(0, padded, DEPTH):
-                depth = min(DEPTH, padded - k)
-                for r in range(m):
-                    at = starts[n + r]
-                    scales = line[SCALES] + at // nbytes
-                    widen_row(data + at, scales, k, depth, K, A_at + 4 * r * DEPTH, tail)
-                for first in range(0, lanes_all, LANES):
-                    lanes = min(LANES, lanes_all - first)
-                    b, c, vectors = first * padded + k * lanes, first * CHUNK, lanes // WIDTH
-                    if k == 0:
-                        tile_product(
-                            A, 0, DEPTH, 1, x, b, lanes, C, c, lanes, ones, m, vectors, depth
-                        )
-                    else:
-                        tile_product_add(
-                            A, 0, DEPTH, 1, x, b, lanes, C, c, lanes, ones, m, vectors, depth
-                        )
-            for first in range(0, lanes_all, LANES):
-                lanes = min(LANES, lanes_all - first)
-                number = min(lanes, rows - first)
-                transpose(C, first * CHUNK, lanes, y, first * y_row + n, y_row, m, number)
-            task = task_of(line)
-
     @jit
     def pack_W(row, scales, k, depth, to, part, parts, wide):
         """Write numbers of a row of W as bfloat16 parts."""
@@ -306,6 +271,72 @@ def function_of(name, has_matrix_unit):
                 split_2(wide, to, part, depth // UNIT)
             else:
                 split_3(wide, to, part, depth // UNIT)
+
+    def multiplier(is_paired):
+        """Return a function for panels of W that are widened, or rounded to pairs."""
+        together = 2 if is_paired else 1  # numbers in an item
+        items_at = words_at if is_paired else floats_at
+
+        @jit_inline
+        def in_tiles(line, worker):
+            data, starts, K, rows = line[DATA], integers_at(line[STARTS]), line[INPUTS], line[ROWS]
+            tail = line[MEMORY] + worker * line[ROOM]
+            lanes_all, padded = -(-rows // WIDTH) * WIDTH, whole_units(K)
+            ones = floats_at(tail + TAIL)
+            A_at = tail + TAIL + 4 * LANES
+            wide = A_at + 2 * CHUNK * DEPTH  # behind A, if that has pairs
+            A, C = items_at(A_at), floats_at(A_at + 4 * CHUNK * DEPTH)
+            x, y, y_row = items_at(line[SHARED]), floats_at(line[Y]), line[Y_ROW] // 4
+            for i in range(LANES):
+                ones[i] = 1
+            panels, piece = -(-lanes_all // LANES), DEPTH // size * nbytes
+            task = task_of(line)
+            while task * CHUNK < line[OUTPUTS]:
+                n, following = task * CHUNK, task_of(line)
+                m = min(CHUNK, line[OUTPUTS] - n)
+                for k in range(0, padded, DEPTH):
+                    depth = min(DEPTH, padded - k)
+                    for r in range(m):
+                        at = starts[n + r]
+                        scales, to = line[SCALES] + at // nbytes, A_at + 4 // together * r * DEPTH
+                        if is_paired:
+                            pack_W(data + at, scales, k, depth, to, 0, 1, wide)
+                        else:
+                            widen_row(data + at, scales, k, depth, K, to, tail)
+                    items, A_row = depth // together, DEPTH // together
+                    ahead, next_k = n, k + DEPTH  # is prefetched meanwhile
+                    if next_k >= padded:
+                        ahead, next_k = following * CHUNK, 0
+                    left = min(CHUNK, line[OUTPUTS] - ahead)
+                    share = -(-left // panels)
+                    for first in range(0, lanes_all, LANES):
+                        for _ in range(min(share, left)):
+                            left -= 1
+                            at = data + starts[ahead + left] + next_k // size * nbytes
+                            prefetch_bytes(at, piece)
+                        lanes = min(LANES, lanes_all - first)
+                        b, b_k = first * padded + k * lanes, lanes
+                        if is_paired:
+                            b, b_k = k // 2 * lanes_all + first, lanes_all
+                        c, vectors = first * CHUNK, lanes // WIDTH
+                        if k == 0:
+                            tile_product(
+                                A, 0, A_row, 1, x, b, b_k, C, c, lanes, ones, m, vectors, items
+                            )
+                        else:
+                            tile_product_add(
+                                A, 0, A_row, 1, x, b, b_k, C, c, lanes, ones, m, vectors, items
+                            )
+                for first in range(0, lanes_all, LANES):
+                    lanes = min(LANES, lanes_all - first)
+                    number = min(lanes, rows - first)
+                    transpose(C, first * CHUNK, lanes, y, first * y_row + n, y_row, m, number)
+                task = following
+
+        return in_tiles
+
+    in_tiles = multiplier(is_paired=False)
+    in_pair_tiles = multiplier(is_paired=MULTIPLIES_PAIRS)
 
     @jit_inline
     def in_matrix_unit(line, worker):
@@ -376,13 +407,15 @@ def function_of(name, has_matrix_unit):
             few_rows(line, worker)
         elif line[DOES] == PACK:
             pack_lanes(line)
+        elif line[DOES] == PACK_PAIRS:
+            pack_pairs(line, worker)
+        elif MULTIPLIES_PAIRS and line[DOES] == PAIR_TILES:
+            in_pair_tiles(line, worker)
         else:
             in_tiles(line, worker)
 
     def weights_in_matrix_unit(line, worker):
-        if line[DOES] == PACK_PAIRS:
-            pack_pairs(line, worker)
-        elif line[DOES] == PAIRS:
+        if line[DOES] == MATRIX_UNIT:
             in_matrix_unit(line, worker)
         else:
             weights_part(line, worker)
@@ -462,8 +495,11 @@ def product(x: Array, W: Stored | Array, has_matrix_unit: bool | None = None) ->
         _run(kernel, weights, _packed(x, size), y, FEW, None, is_reduced)
         return y
     in_unit = (is_usable() if has_matrix_unit is None else has_matrix_unit) and padded == columns
-    jobs = (PACK_PAIRS, PAIRS) if in_unit else (PACK, TILES)
-    itemsize = (2 if is_reduced else 6) if in_unit else 4  # of packed x, with all parts
+    jobs, itemsize = (PACK, TILES), 4  # of packed x, with all parts
+    if in_unit:
+        jobs, itemsize = (PACK_PAIRS, MATRIX_UNIT), 2 if is_reduced else 6
+    elif is_reduced and MULTIPLIES_PAIRS and padded == columns:
+        jobs, itemsize = (PACK_PAIRS, PAIR_TILES), 2
     for first in range(0, n, AT_ONCE):
         some, to = x[first : first + AT_ONCE], y[first : first + AT_ONCE]
         shared = memory_of(itemsize * padded * -(-len(some) // TILE) * TILE)
@@ -502,7 +538,7 @@ def _run(
     chunk, lanes = CHUNK, -(-rows // LANES) * LANES
     if job == FEW:
         room = TAIL + 4 * TOGETHER * (8 + -(-K // UNIT) * UNIT)
-    elif job == PAIRS:  # a large task reads x less often
+    elif job == MATRIX_UNIT:  # a large task reads x less often
         chunk *= max(1, min(LARGEST, N // (2 * workers * CHUNK)))
         room = TAIL + 4 * SHALLOW + 6 * chunk * SHALLOW + 4 * chunk * lanes
     else:

@@ -6,6 +6,10 @@ C = factor ∘ (A B). ``tile_product_add`` with the same arguments sets C = fact
 a + r · a_row + k · a_k. B's row k starts at b + k · b_k, and C's row r at c + r · c_row, all in
 elements. ``factor`` has one number per lane. C must have room for whole register tiles: rows up to
 the next multiple of ``ROWS`` are written too, as copies of the last row's product.
+
+If A and B hold 32-bit integers, these are pairs of bfloat16 numbers, two successive ones along the
+inner dimension, and ``depth`` counts pairs. One instruction, where ``MULTIPLIES_PAIRS``, multiplies
+16 pairs by 16 pairs and adds all products.
 """
 
 from __future__ import annotations
@@ -43,9 +47,13 @@ def register_tile(vectors, adds, rows=ROWS):
             A, a, a_row, a_k, B, b, b_k, C, c, c_row, F, left, depth = arguments
             kinds = signature.args
             vector = Vector(kinds[7].dtype)
+            is_paired = isinstance(kinds[0].dtype, types.Integer)
+            multiply_add = vector.add_pairs if is_paired else vector.fma
             A = pointer_to(context, builder, kinds[0], A, a)
             B = pointer_to(context, builder, kinds[4], B, b)
             C = pointer_to(context, builder, kinds[7], C, c)
+            if is_paired:  # vectors of floats carry the bits
+                A, B = (builder.bitcast(x, C.type) for x in (A, B))
             F = pointer_to(context, builder, kinds[10], F, INT(0))
 
             def row_of(pointer, stride, r):
@@ -71,7 +79,7 @@ def register_tile(vectors, adds, rows=ROWS):
                     for row in rows_of_A
                 ]
                 return [
-                    vector.fma(builder, left[r], right[n], total)
+                    multiply_add(builder, left[r], right[n], total)
                     for (r, n), total in zip(tile, sums, strict=True)
                 ]
 

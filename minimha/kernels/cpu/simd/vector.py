@@ -26,6 +26,9 @@ def host_vectors():
 _, _, _signed = cpu_target.target_context.codegen().magic_tuple()
 FEATURES = {name[1:] for name in _signed.split(",") if name.startswith("+")}
 VECTOR_BITS, REGISTERS = host_vectors()
+MULTIPLIES_PAIRS = VECTOR_BITS == 512 and "avx512bf16" in FEATURES
+if MULTIPLIES_PAIRS:
+    binding.initialize_native_asmparser()  # for ``Vector.add_pairs``
 
 
 @jit_too
@@ -59,6 +62,14 @@ class Vector:
     def fma(self, builder, a, b, c):
         """Generate a · b + c, as one fused instruction if this CPU has it."""
         return self.call(builder, "fmuladd", a, b, c)
+
+    def add_pairs(self, builder, a, b, c):
+        """Generate c + a · b, where each lane of a and b has the bits of two bfloat16 numbers.
+
+        Numbers below the smallest normal number, 2^-126, count as 0.
+        """
+        kind = ir.FunctionType(self.type, [self.type] * 3)
+        return builder.asm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0", (a, b, c), False)
 
     def load(self, builder, pointer, n=0):
         """Generate code that loads vector n, counted from ``pointer``."""

@@ -436,7 +436,7 @@ def _array_at(item):
 
 
 floats_at, integers_at, bytes_at = map(_array_at, (types.float32, types.int64, types.uint8))
-halves_at = _array_at(types.uint16)
+halves_at, words_at = map(_array_at, (types.uint16, types.uint32))
 
 
 def splitter(parts):
