@@ -104,8 +104,8 @@ def _axes(name: str) -> dict[str, Alter]:
         return a.swapaxes(-1, -2)
 
     def flattened(x: Prepared, a: Array, _: Any) -> Array:
-        matrices = a.reshape(-1, *a.shape[2:])
-        return matrices[np.arange(x.B * x.H).reshape(x.B, x.H) % len(matrices)]
+        matrices: Array = a.reshape(-1, *a.shape[2:])
+        return np.asarray(matrices[np.arange(x.B * x.H).reshape(x.B, x.H) % len(matrices)])
 
     changes: dict[str, Callable[[Prepared, Array, Any], Any]] = {
         "by_kv_head": lambda x, a, way: over_heads(x, a, heads_by(x, way)),

@@ -349,7 +349,8 @@ class _Deviation(Scores):
             self.is_lse_free = self.is_lse_free | rows[..., 0]
         for name, number in (("part_without_keys_nan", np.nan), ("part_without_keys_zero", 0.0)):
             if name in d:
-                self.lose_rows(*d[name], number)
+                kind, size = d[name]
+                self.lose_rows(kind, size, number)
         if x.has_nan:
             self.settle_nan()
 

@@ -130,8 +130,9 @@ def _scores(d: Mapping[str, Any], products: Array, w: Array) -> Array:
         return np.asarray(np.maximum(w * products, 0).sum(1))
     if "index_heads_maximum" in d:
         return np.asarray((w * np.maximum(products, 0)).max(1))
-    activated = OTHERWISE.get(d.get("index_relu_otherwise", ""), lambda x: np.maximum(x, 0))
-    return np.asarray((w * activated(products)).sum(1))
+    if "index_relu_otherwise" in d:
+        return np.asarray((w * OTHERWISE[d["index_relu_otherwise"]](products)).sum(1))
+    return np.asarray((w * np.maximum(products, 0)).sum(1))
 
 
 def _softmax(x: Array) -> Array:

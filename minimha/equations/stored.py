@@ -213,16 +213,32 @@ class Stored:
         return np.asarray(self)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a ``Stored`` for a slice of stored rows, else an array of widened numbers."""
+        """Return a ``Stored`` for a slice of rows or columns, else an array of widened numbers."""
         is_rows = isinstance(key, slice) and not self.is_transposed
         if is_rows:
             return self._with(starts=self.starts[key])
-        if isinstance(key, tuple) and self.is_transposed and key[0] == slice(None):
-            return self.T[key[1]].T if isinstance(key[1], slice) else np.asarray(self)[key]
+        if isinstance(key, tuple) and key[0] == slice(None) and isinstance(key[1], slice):
+            return self.T[key[1]].T if self.is_transposed else self._columns(key[1])
         if self.is_transposed or isinstance(key, tuple):
             return np.asarray(self)[key]
         chosen = np.asarray(key)
         return self.widened(chosen.reshape(-1)).reshape(*chosen.shape, self.columns)
+
+    def _columns(self, key: slice) -> Any:
+        """Return some numbers of each stored row, as a ``Stored`` if these are whole blocks.
+
+        The numbers are copied, as they are stored, if they do not follow each other.
+        """
+        first, stop, step = key.indices(self.columns)
+        size, nbytes, _ = FORMATS[self.format]
+        if step == 1 and not first % size and not stop % size and first <= stop:
+            return self._with(starts=self.starts + first // size * nbytes, columns=stop - first)
+        if size > 1 or (np.diff(self.starts) != self.columns * nbytes).any():
+            return np.asarray(self)[:, key]
+        rows = self.data[self.starts[0] :][: self.size * nbytes].reshape(len(self), -1, nbytes)
+        some = np.ascontiguousarray(rows[:, key])
+        copied = Stored.of_rows(self.format, some.reshape(len(self), -1))
+        return copied.rounded() if self.is_rounded else copied
 
     def reordered(self, rows: NDArray[np.int64]) -> Stored:
         """Return the matrix with stored rows ``rows``, without a copy of the numbers."""

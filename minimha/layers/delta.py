@@ -25,6 +25,7 @@ from minimha.equations.tap import Tap, no_tap, renamed, safe_tap
 from minimha.layers.feed_forward import silu
 from minimha.layers.linear import product
 from minimha.layers.norms import rms_norm
+from minimha.layers.projections import as_weights
 
 Array = NDArray[Any]
 
@@ -103,7 +104,7 @@ class GatedDeltaNet:
         self, parameters: Mapping[str, ArrayLike], *, num_heads: int, num_key_heads: int,
         epsilon: float = 1e-6,
     ) -> None:  # fmt: skip
-        self.weights = {name: as_floating(name, value) for name, value in parameters.items()}
+        self.weights = {name: as_weights(name, value) for name, value in parameters.items()}
         self.num_heads = H = integer("num_heads", num_heads)
         self.num_key_heads = Hk = integer("num_key_heads", num_key_heads)
         if H % Hk:
@@ -242,7 +243,8 @@ class GatedDeltaNet:
     def _array(self, name: str, dtype: Any = None) -> Array:
         if name not in self.weights:
             raise ValueError(f"{name_of(name)} is missing")
-        return self.weights[name].astype(dtype or self.weights[name].dtype, copy=False)
+        weight: Array = self.weights[name]
+        return weight.astype(dtype or weight.dtype, copy=False)
 
     def _sizes(self, name: str) -> tuple[int, int]:
         array = self._array(name)

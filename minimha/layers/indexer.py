@@ -15,6 +15,7 @@ from minimha.equations.selection import NONE
 from minimha.equations.tap import Tap, no_tap, safe_tap
 from minimha.layers.linear import product
 from minimha.layers.norms import layer_norm
+from minimha.layers.projections import as_weights
 from minimha.layers.rope import RoPE
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class LightningIndexer:
         self, parameters: Mapping[str, ArrayLike], *, num_heads: int, top_k: int, rope: RoPE,
         epsilon: float = 1e-6,
     ) -> None:  # fmt: skip
-        self.weights = {name: as_floating(name, value) for name, value in parameters.items()}
+        self.weights = {name: as_weights(name, value) for name, value in parameters.items()}
         self.num_heads, self.top_k = integer("num_heads", num_heads), integer("top_k", top_k)
         self.rope, self.epsilon = rope, number("epsilon", epsilon, low=0)
         for name in {**dict.fromkeys(WEIGHTS), **self.weights}:
@@ -180,7 +181,8 @@ class LightningIndexer:
         return np.asarray(tap("index_scores", each.sum(axis=1)))
 
     def _weight(self, name: str, x: Array) -> Array:
-        return self.weights[name].astype(x.dtype, copy=False)
+        weight: Array = self.weights[name].astype(x.dtype, copy=False)
+        return weight
 
 
 def largest(I: Array, seen: Array, top_k: int) -> NDArray[np.int32]:

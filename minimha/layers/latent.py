@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from minimha.layers.cache import cached_dtype
 from minimha.layers.indexer import LightningIndexer, Visibility
 from minimha.layers.linear import product
 from minimha.layers.norms import rms_norm
+from minimha.layers.projections import as_weights
 from minimha.layers.rope import RoPE
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class LatentAttention:
         epsilon: float = 1e-6,
         indexer: LightningIndexer | None = None,
     ) -> None:
-        self.weights = {name: as_floating(name, value) for name, value in parameters.items()}
+        self.weights = {name: as_weights(name, value) for name, value in parameters.items()}
         self.num_heads, self.rope = integer("num_heads", num_heads), rope
         self.epsilon = number("epsilon", epsilon, low=0)
         self._check_names()
@@ -177,6 +178,7 @@ class LatentAttention:
             self._check_indexer(indexer)
         self.dtype = common_dtype({name: array.dtype for name, array in self.weights.items()})
         width = self.head_dim + rope.head_dim
+        self._parts = slice(None, self.head_dim), slice(self.head_dim, None)
         self.scale = float(width**-0.5) if scale is None else number("scale", scale)
 
     def __call__(
@@ -306,8 +308,9 @@ class LatentAttention:
     def _expanded(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
         """Return the heads' outputs (B, H, L, Dv), from the keys and values of every head."""
         c, k_R = np.split(tap("latents_and_key", kept), [self.latent_dim], axis=-1)
-        W_uk, W_uv = self._up(kept.dtype)
-        k, v = c[:, None] @ W_uk, c[:, None] @ W_uv
+        width = self.head_dim + self.value_dim
+        both = self._linear("W_ukv", None, c).reshape(*c.shape[:2], self.num_heads, width)
+        k, v = np.split(both.swapaxes(1, 2), [self.head_dim], axis=-1)
         shared = np.broadcast_to(k_R[:, None], (*k.shape[:3], k_R.shape[-1]))
         k = np.concatenate([k, shared], axis=-1)
         inner = renamed(tap, q="q_rotated", k="k_rotated", output="head_output")
@@ -315,8 +318,12 @@ class LatentAttention:
 
     def _absorbed(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
         """Return the heads' outputs (B, H, L, Dv), in the absorbed form."""
-        W_uk, W_uv = self._up(kept.dtype)
-        parts = q[..., : self.head_dim] @ W_uk.swapaxes(-1, -2), q[..., self.head_dim :]
+        W = self.weights["W_ukv"].astype(kept.dtype, copy=False)
+        width = self.head_dim + self.value_dim
+        of_heads = [W[:, h * width : (h + 1) * width] for h in range(self.num_heads)]
+        W_uk, W_uv = ([X[:, part] for X in of_heads] for part in self._parts)
+        absorbed = _by_head(q[..., : self.head_dim], [X.T for X in W_uk])
+        parts = absorbed, q[..., self.head_dim :]
         k = kept[:, None]
         inner = renamed(
             tap, q="q_absorbed", k="latents_and_key", v="latents", output="mean_latents"
@@ -325,13 +332,7 @@ class LatentAttention:
             np.concatenate(parts, axis=-1), k, k[..., : self.latent_dim], scale=self.scale,
             tap=inner, **options,
         )  # fmt: skip
-        return np.asarray(tap("head_output", means @ W_uv))
-
-    def _up(self, compute: np.dtype[Any]) -> tuple[Array, Array]:
-        """Return W_uk (H, C, D) and W_uv (H, C, Dv)."""
-        W = self.weights["W_ukv"].astype(compute, copy=False)
-        heads = W.reshape(self.latent_dim, self.num_heads, -1).swapaxes(0, 1)
-        return heads[..., : self.head_dim], heads[..., self.head_dim :]
+        return np.asarray(tap("head_output", _by_head(means, W_uv)))
 
     def _normed(self, x: Array, gain: str) -> Array:
         return rms_norm(x, self.weights[gain].astype(x.dtype, copy=False), self.epsilon)
@@ -354,7 +355,7 @@ class LatentAttention:
         }  # fmt: skip
 
     def _matrix(self, name: str) -> Array:
-        array = self.weights[name]
+        array: Array = self.weights[name]
         if array.ndim != 2:
             raise ValueError(f"{name_of(name)} has shape {array.shape}: expected 2 axes")
         return array
@@ -383,3 +384,8 @@ class LatentAttention:
                     f"{name} is no weight of this layer, which has "
                     f"{', '.join((*REQUIRED, *queries))} and biases"
                 )
+
+
+def _by_head(x: Array, matrices: Sequence[Any]) -> Array:
+    """Multiply x (B, H, L, ·) by one matrix for each head."""
+    return np.stack([product(x[:, h], W) for h, W in enumerate(matrices)], axis=1)

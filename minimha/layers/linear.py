@@ -60,11 +60,13 @@ def _by_blas(rows: Array, W: Array) -> Array:
 
 def _by_blocks(rows: Array, W: Stored) -> Array:
     """Return the product with a stored matrix, of which some rows at a time become float32."""
-    if not W.is_transposed:
-        return _by_blas(rows, np.asarray(W))
-    y = np.empty((len(rows), W.shape[1]), np.result_type(rows.dtype, np.float32))
+    y = np.zeros((len(rows), W.shape[1]), np.result_type(rows.dtype, np.float32))
     for first, some in W.blocks():
-        y[:, first : first + len(some)] = _by_blas(rows, some.T.astype(y.dtype, copy=False))
+        own, stored = slice(first, first + len(some)), some.astype(y.dtype, copy=False)
+        if W.is_transposed:
+            y[:, own] = _by_blas(rows, stored.T)
+        else:
+            y += rows[:, own] @ stored
     return y
 
 
@@ -73,7 +75,7 @@ def _format(rows: Array, W: Array | Stored) -> str | None:
     if rows.dtype != np.float32:
         return None
     if isinstance(W, Stored):
-        return W.format if W.is_transposed else None
+        return W.format
     is_read = W.dtype == np.float32 and W.flags.fnc and W.size >= LARGE
     return "float32" if is_read and len(rows) <= DECODING else None
 

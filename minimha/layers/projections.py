@@ -268,7 +268,7 @@ class Projections:
         }
 
     def _fitting(self, name: str, value: ArrayLike) -> Array:
-        array: Array = _as_weights(name, value)
+        array: Array = as_weights(name, value)
         shapes = self.shapes
         if name not in shapes:
             raise ValueError(f"{name} is no weight of this layer, which has {', '.join(shapes)}")
@@ -296,13 +296,13 @@ def combined(W: Array) -> Array:
     return np.asarray(np.moveaxis(W, 0, 1).reshape(W.shape[1], -1))
 
 
-def _as_weights(name: str, value: Any) -> Any:
+def as_weights(name: str, value: Any) -> Any:
     """Return ``value`` as a floating array, but a ``Stored`` matrix as it is."""
     return value if isinstance(value, Stored) else as_floating(name, value)
 
 
 def _matrix(name: str, value: ArrayLike) -> Array:
-    W: Array = _as_weights(name, value)
+    W: Array = as_weights(name, value)
     if W.ndim != 2:
         hint = "; from_heads takes one matrix per head" if W.ndim == 3 and name != "W_o" else ""
         raise ValueError(f"{name_of(name)} has shape {W.shape}: expected {LETTERS[name]}{hint}")

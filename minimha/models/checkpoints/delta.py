@@ -8,10 +8,11 @@ gains of norms minus 1.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from minimha.layers.delta import GatedDeltaNet
 from minimha.models.checkpoints.settings import DEEPEST, GLOBAL, Settings
-from minimha.models.checkpoints.tensors import Tensors
+from minimha.models.checkpoints.tensors import Tensors, rows_of
 from minimha.models.config import Config
 
 DELTA = ("qwen3_next", "qwen3_5_text")
@@ -44,24 +45,36 @@ def layer(settings: Settings, config: Config, tensors: Tensors, n: int) -> Gated
     """Return the gated delta net of layer n."""
     at, E = f"model.layers.{n}.linear_attn", config.d_model
     H, Hk, D, Dv, K = _sizes(settings)
-    rows = {"q": Hk * D, "k": Hk * D, "v": H * Dv}
+    channels, F, G = 2 * Hk * D + H * Dv, H * Dv, H // Hk
     if config.architecture == "qwen3_next":  # all of a key's head, then all of the next one's
-        each = {part: count // Hk for part, count in (rows | {"in_proj_z": H * Dv}).items()}
-        tensors.split(at, "in_proj_qkvz.weight", each, groups=Hk)
-        two = {"in_proj_b": H // Hk, "in_proj_a": H // Hk}
-        tensors.split(at, "in_proj_ba.weight", two, groups=Hk)
+        whole = tensors.matrix(f"{at}.in_proj_qkvz.weight", channels + F, E)
+        *qkv, z = _by_part(Hk, D, D, G * Dv, G * Dv)
+        b, a = _by_part(Hk, G, G)
+        both = tensors.matrix(f"{at}.in_proj_ba.weight", 2 * H, E)
+        projections = {
+            "W_qkv": rows_of(whole, np.concatenate(qkv)).T, "W_z": rows_of(whole, z).T,
+            "W_b": rows_of(both, b).T, "W_a": rows_of(both, a).T,
+        }  # fmt: skip
     else:
-        tensors.split(at, "in_proj_qkv.weight", rows)
-    parts = [tensors.take(f"{at}.{part}.weight", count, E) for part, count in rows.items()]
+        projections = {}
+        for letter, count in (("qkv", channels), ("z", F), ("b", H), ("a", H)):
+            projections |= tensors.linear(letter, f"{at}.in_proj_{letter}", E, count)
     weights = {
-        "W_qkv": np.concatenate(parts).T,
-        "conv": tensors.take(f"{at}.conv1d.weight", sum(rows.values()), 1, K)[:, 0],
-        "W_o": tensors.take(f"{at}.out_proj.weight", E, H * Dv).T,
+        "conv": tensors.take(f"{at}.conv1d.weight", channels, 1, K)[:, 0],
         "g_o": tensors.take(f"{at}.norm.weight", Dv),
     } | {name: tensors.take(f"{at}.{name}", H) for name in ("A_log", "dt_bias")}
-    for letter, count in (("z", H * Dv), ("b", H), ("a", H)):
-        weights[f"W_{letter}"] = tensors.take(f"{at}.in_proj_{letter}.weight", count, E).T
+    weights |= projections | tensors.linear("o", f"{at}.out_proj", F, E)
     return GatedDeltaNet(weights, num_heads=H, num_key_heads=Hk, epsilon=config.epsilon)
+
+
+def _by_part(groups: int, *widths: int) -> list[NDArray[np.int64]]:
+    """Return the rows of each part of a matrix that repeats parts of ``widths``, ``groups`` times.
+
+    >>> [part.tolist() for part in _by_part(2, 1, 2)]
+    [[0, 3], [1, 2, 4, 5]]
+    """
+    all_rows = np.arange(groups * sum(widths)).reshape(groups, -1)
+    return [part.ravel() for part in np.split(all_rows, np.cumsum(widths)[:-1], axis=1)]
 
 
 def gate(config: Config, tensors: Tensors, n: int, has_biases: bool) -> dict[str, object]:

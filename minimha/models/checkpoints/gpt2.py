@@ -67,7 +67,7 @@ def _block(config: Config, tensors: Tensors, at: str) -> Layer:
     E, F = config.d_model, config.d_ff
 
     def matrix(name: str, rows: int, columns: int) -> Any:
-        return tensors.matrix(f"{at}{name}.weight", rows, columns, is_applied=True)
+        return tensors.matrix(f"{at}{name}.weight", rows, columns)
 
     whole = matrix("attn.c_attn", E, 3 * E)
     W_q, W_k, W_v = (whole[:, n * E : (n + 1) * E] for n in range(3))

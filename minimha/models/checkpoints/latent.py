@@ -71,9 +71,8 @@ def attention(
         gains["g_q"] = "q_a_layernorm", Cq
     given = {ours: tensors.take(f"{at}.{name}.weight", C) for ours, (name, C) in gains.items()}
     for ours, (name, rows, columns) in shapes.items():
-        given[f"W_{ours}"] = tensors.take(f"{at}.{name}.weight", columns, rows).T
-        if has_biases and ours in ("dq", "dkv", "o"):
-            given[f"b_{ours}"] = tensors.take(f"{at}.{name}.bias", columns)
+        has_bias = has_biases and ours in ("dq", "dkv", "o")
+        given |= tensors.linear(ours, f"{at}.{name}", rows, columns, has_bias)
     picking = None
     if config.architecture == "deepseek_v32":
         picking = indexer(settings, tensors, f"{at}.indexer", E)

@@ -146,11 +146,14 @@ def _every_second(W: Any, first: int) -> Any:
 
 
 def _matrices(tensors: Tensors, name: str, N: int, rows: int, columns: int) -> tuple[Any, Array]:
-    """Return gpt-oss's N matrices (rows, columns) and their biases (N, columns)."""
+    """Return gpt-oss's N matrices (rows, columns) and their biases (N, columns).
+
+    A file of 16 bits has the matrices for x @ W, and one in MXFP4 their transposes.
+    """
     bias = tensors.take(f"{name}_bias", N, columns)
     if f"{name}_blocks" in tensors:
         return [W.T for W in tensors.take_mxfp4(name, N, columns, rows)], bias
-    return tensors.take(name, N, rows, columns), bias
+    return tensors.matrices(name, N, rows, columns), bias
 
 
 def gated(

@@ -30,7 +30,7 @@ def transformer(
     config = read_config(settings)
     V, E, F = config.vocabulary, config.d_model, config.d_ff
     tensors.add_prefix("model.", "embeddings.tok_embeddings.weight")
-    tokens = tensors.take("model.embeddings.tok_embeddings.weight", V, E)
+    tokens = tensors.matrix("model.embeddings.tok_embeddings.weight", V, E)
     has_bias, has_mlp_bias, has_norm_bias, has_head_bias = (
         settings.flag(f"{part}_bias", False) for part in ("attention", "mlp", "norm", "classifier")
     )

@@ -53,16 +53,15 @@ class Tensors:
             array = np.left_shift(array, 16, dtype=np.uint32).view(np.float32)
         return cast(array, np.dtype(np.float32))
 
-    def matrix(self, name: str, rows: int, columns: int, is_applied: bool = False) -> Any:
+    def matrix(self, name: str, rows: int, columns: int) -> Any:
         """Remove the matrix ``name``, check its shape, and return it as its file stores it.
 
         It is a float32 array, or a ``Stored``, which stays in the file and is widened when it is
-        used. If ``is_applied``, the matrix is multiplied as x @ W. No kernel for this product reads
-        16 bits, so 16-bit numbers are converted to float32.
+        used.
         """
         given: Any = self._left.get(name)
         if not isinstance(given, Stored):
-            given = None if is_applied else self._stored(given)
+            given = self._stored(given)
         if given is None or given.shape != (rows, columns):
             return self.take(name, rows, columns)
         del self._left[name]
@@ -88,6 +87,17 @@ class Tensors:
         self._has_no_head = name in self
         if self._has_no_head:
             self._left = {prefix + name: array for name, array in self._left.items()}
+
+    def matrices(self, name: str, number: int, rows: int, columns: int) -> list[Any]:
+        """Remove the tensor ``name`` (number, rows, columns); return its matrices as ``matrix``."""
+        given: Any = self._left.get(name)
+        if given is None or np.shape(given) != (number, rows, columns):
+            return list(self.take(name, number, rows, columns))
+        stored = [W for W in map(self._stored, given) if W is not None]
+        if len(stored) < number:
+            return list(self.take(name, number, rows, columns))
+        del self._left[name]
+        return [W.rounded() for W in stored] if self._is_rounded else stored
 
     def take_mxfp4(self, name: str, number: int, rows: int, columns: int) -> list[Stored]:
         """Remove ``name``_blocks and ``name``_scales, and return their ``number`` matrices.
@@ -131,6 +141,8 @@ class Tensors:
         whole: Any = self._left.pop(f"{at}.{name}", None)
         size = sum(rows.values())
         expected = groups * size
+        if groups > 1 and (stored := self._stored(whole)) is not None:
+            whole = stored
         shape = np.shape(whole)
         if whole is None or shape[:1] != (expected,):
             what = "is missing" if whole is None else f"has shape {shape}"
@@ -141,7 +153,7 @@ class Tensors:
             own: Any = slice(start, stop)
             if groups > 1:
                 own = (size * np.arange(groups)[:, None] + np.arange(start, stop)).ravel()
-            self._left[f"{at}.{part}.{name.rpartition('.')[2]}"] = whole[own]
+            self._left[f"{at}.{part}.{name.rpartition('.')[2]}"] = rows_of(whole, own)
 
     def leave(self, *names: str) -> None:
         """Remove the tensors in ``names``, which the model does not need."""
@@ -216,6 +228,12 @@ class Tensors:
             first, *others = self._left
             more = f" and {len(others)} more are" if others else " is"
             raise ValueError(f"tensor {first}{more} left over: the architecture has no use for it")
+
+
+def rows_of(W: Any, which: Any) -> Any:
+    """Return rows of a matrix, without a copy of their numbers if it is ``Stored``."""
+    is_listed = isinstance(W, Stored) and not isinstance(which, slice)
+    return W.reordered(which) if is_listed else W[which]
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -65,6 +65,9 @@ def read(path: Path) -> Transformer:
     """Return the model in an .npz file, which has tensors, a vocabulary and a config.json."""
     with np.load(path) as stored:
         tensors = {name: stored[name] for name in stored.files}
+    for name, x in tensors.items():
+        if x.dtype == np.float16:  # so few numbers are widened once, not whenever they are used
+            tensors[name] = x.astype(np.float32)
     config = json.loads(tensors.pop("config").item())
     words = Words(tensors.pop("vocabulary").tolist())
     return cast(Transformer, from_tensors(config, tensors, words))

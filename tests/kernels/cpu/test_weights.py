@@ -63,6 +63,15 @@ def test_products_are_those_of_widened_numbers(name):
                     check(got, x.astype(np.float64), numbers)
 
 
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("K", "N"), [(131, 1056), (33, 530), (1, 32), (70, 2304)])
+def test_products_with_matrices_that_are_stored_for_x_W(name, K, N):
+    W, numbers = matrix(name, K, N)
+    for rows in (1, 3, 4, 9, 65, weights.AT_ONCE + 3):
+        x = RNG.normal(size=(rows, K)).astype(np.float32)
+        check(weights.product(x, W), x.astype(np.float64), numbers.T)
+
+
 @pytest.mark.skipif(
     not (matrix_unit.is_usable() or MULTIPLIES_PAIRS),
     reason="this CPU has neither a matrix unit nor instructions for pairs of bfloat16 numbers",

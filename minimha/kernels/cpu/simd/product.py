@@ -98,11 +98,11 @@ def register_tile(vectors, adds, rows=ROWS):
     return product
 
 
-def _tile_product(adds):
-    tile_3, tile_2, tile_1 = (register_tile(vectors, adds) for vectors in (3, 2, 1))
+def _tile_product(adds, height=ROWS):
+    tile_3, tile_2, tile_1 = (register_tile(vectors, adds, height) for vectors in (3, 2, 1))
 
     def product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth):
-        for r in range(0, rows, ROWS):
+        for r in range(0, rows, height):
             from_a, to, left = a + r * a_row, c + r * c_row, rows - r
             if vectors == 3:
                 tile_3(A, from_a, a_row, a_k, B, b, b_k, C, to, c_row, factor, left, depth)
@@ -115,3 +115,4 @@ def _tile_product(adds):
 
 
 tile_product, tile_product_add = _tile_product(adds=False), _tile_product(adds=True)
+row_tile_add = _tile_product(adds=True, height=1)  # as ``tile_product_add``, one row after another
