@@ -45,7 +45,13 @@ def tokenizer(metadata: Settings) -> SubwordTokenizer | None:
         )
     tokenizers, tokens = library(metadata.name), _list(metadata, "tokens")
     build = _byte_level if kind == "gpt2" else _sentence_piece
-    built = build(tokenizers, metadata, {token: n for n, token in enumerate(tokens)})
+    numbers = {token: n for n, token in enumerate(tokens)}
+    try:
+        built = build(tokenizers, metadata, numbers)
+    except ValueError:
+        raise
+    except Exception as error:  # tokenizers raises no other type
+        raise ValueError(f"{metadata.name}'s tokenizer cannot be built: {error}") from error
     marks = {CONTROL: built.add_special_tokens, USER_DEFINED: built.add_tokens}
     types = metadata.get("tokenizer.ggml.token_type") or []
     for mark, add in marks.items():

@@ -325,6 +325,7 @@ def test_byte_level_tokens_are_joined_in_the_order_of_the_merges(tmp_path):
     for changed, sentence in (
         (("add_tokenizer_model", "bert"), "a.gguf's tokenizer.ggml.model is 'bert': expected one"),
         (("add_tokenizer_pre", "jais"), "tokenizer.ggml.pre is 'jais': expected one of gpt-2"),
+        (("add_token_merges", ["t z"]), "a.gguf's tokenizer cannot be built: Error while init"),
         (("add_bos_token_id", 99), "bos_token_id is 99: expected 0 to 13, the vocabulary's tokens"),
     ):
         calls = [call for call in begun if call[0] != changed[0]]
