@@ -76,6 +76,7 @@ def heads_by(x: Prepared, way: str) -> Array:
     h, G = np.arange(x.H), x.H // x.Hkv
     ways = {
         "h // G": h // G, "h mod Hkv": h % x.Hkv, "0": 0 * h, "reversed": x.Hkv - 1 - h // G,
+        "h >> log2 G": np.minimum(h >> (G.bit_length() - 1), x.Hkv - 1),
         "h // Hkv": np.minimum(h // x.Hkv, x.Hkv - 1), "at most Hkv - 1": np.minimum(h, x.Hkv - 1),
     }  # fmt: skip
     return np.asarray(ways[way])
@@ -110,7 +111,7 @@ def _axes(name: str) -> dict[str, Alter]:
     changes: dict[str, Callable[[Prepared, Array, Any], Any]] = {
         "by_kv_head": lambda x, a, way: over_heads(x, a, heads_by(x, way)),
         "head_0_for_all": lambda x, a, _: a[:, :1],
-        "batch_0_for_all": lambda x, a, _: a[:1],
+        "batch_0_for_all": lambda x, a, of: a[:1] if of == "always" or a.shape[1] == 1 else a,
         "row_0_for_all": lambda x, a, _: a[:, :, :1],
         "row_of_tile": lambda x, a, size: a[:, :, np.arange(x.Lq) % size % a.shape[2]],
         "flattened": flattened,

@@ -45,6 +45,7 @@ TRIED = [
     )
 ]  # fmt: skip
 NEEDED: tuple[Switches, ...] = (frozenset(), frozenset({"one query"}))
+WIDE = 128  # a head's width, with which each option is asked again
 LARGEST = 1024  # width, and divisor of lengths, that may be declared
 MOST_SHRUNK = 3
 ROUNDS = 8  # times that rows are chosen again, without switches that exclude each other
@@ -128,12 +129,12 @@ class Asking:
         fitting = next((pair for pair in self._fits() if self._takes(*pair)), None)
         if fitting is None:
             return
-        self._meet(*fitting)
+        taken = self._meet(*fitting)
         small = [p for p in self.answers if p.family]
         if self.arranges:
             self._arrange(fitting[0].D)
         if not any(self.is_wrong(p, asks_lse=False) for p in small):
-            self.all(sized(self.seed))
+            self.all([*sized(self.seed), *self._wide(fitting[0], taken)])
             self._narrow()
             self._compare_batches()
 
@@ -171,6 +172,12 @@ class Asking:
                     break
                 least, most = (middle, most) if self.is_wrong(problem) else (least, middle)
 
+    def _wide(self, some: Sizes, taken: Sequence[Switches]) -> list[Graded]:
+        """Return a problem for each switch alone, with wider heads than in ``some``."""
+        wide = replace(some, D=WIDE)
+        problems = (crossed(on, wide, self.seed) for on in taken if some.D < WIDE)
+        return [replace(problem, family="sized") for problem in problems]
+
     def _arrange(self, D: int) -> None:
         """Ask the problems of each kind whose plainest one is taken."""
         taken: dict[str, bool] = {}
@@ -204,8 +211,8 @@ class Asking:
             compare(answer, x.predicted(NONE), asks_lse).is_explained
         )
 
-    def _meet(self, some: Sizes, needed: Switches) -> None:
-        """Ask each switch alone, and then rows of those that are taken."""
+    def _meet(self, some: Sizes, needed: Switches) -> list[Switches]:
+        """Ask each switch alone, and then rows of those that are taken, which are returned."""
 
         def problem(on: Switches) -> Graded:
             return crossed(on | needed, some, self.seed)
@@ -229,6 +236,7 @@ class Asking:
             if len(excluded) == before:
                 break
         self.all([problem(on) for on in long(taken)])
+        return [on | needed for on in singles]
 
 
 def _differ(whole: Answer, alone: Answer) -> bool:

@@ -30,8 +30,8 @@ Crossing = tuple[frozenset[str], str]  # the conditions, and what a function for
 
 # A row takes one of each of these; the first is the plain one, and no switch.
 HEADS = {
-    "one head": (1, 1), "heads": (3, 3), "groups of 2": (4, 2), "groups of 4": (8, 2),
-    "groups of 8": (16, 2),
+    "one head": (1, 1), "heads": (3, 3), "groups of 2": (4, 2), "groups of 3": (6, 2),
+    "groups of 4": (8, 2), "groups of 8": (16, 2),
 }  # fmt: skip
 QUERIES = ("as many queries", "one query", "fewer queries", "more queries")
 FIRST_QUERY = ("at the end", "at the start", "amid the keys")  # where queries stand among the keys

@@ -301,6 +301,8 @@ def _masks() -> Iterator[Graded]:
     yield _problem("mask for each head", "a mask's axes", square, attn_mask=each)
     padding = np.array([[1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]], bool)[:, None, None]
     yield _drawn("mask over keys", "padding as a mask", {"B": 2, "H": 2}, attn_mask=padding)
+    both = {"attn_mask": padding, "is_causal": True, "q_offset": 2}
+    yield _drawn("mask over keys, causal", "a mask of one row beside causality", {"B": 2}, **both)
     draw = Draw("mask, causal")
     square = draw.qkv(Lq=6, Lk=6)
     mask = draw.mask(6, 6) | np.eye(6, dtype=bool)
@@ -509,6 +511,11 @@ def _options_together() -> Iterator[Graded]:
     }
     for option, given in by_head.items():
         yield _problem(f"{option}, grouped heads", shows, x, **given)
+    draw = Draw("groups of three")
+    x, lengths = draw.qkv(B=3, H=6, Hkv=2, Lq=4, Lk=7), np.array([7, 3, 5])
+    shows = "heads and entries, which are both 3 or more"
+    yield _problem("log-sum-exp, groups of three", shows, x, return_lse=True)
+    yield _problem("lengths, groups of three", shows, x, kv_lengths=lengths)
     draw = Draw("two options, 64 tokens")
     x = draw.qkv(Lq=64, Lk=64, D=16, spread=1.5)
     bias, slopes = draw.numbers(64, 64), np.array([0.25], np.float32)
@@ -516,6 +523,7 @@ def _options_together() -> Iterator[Graded]:
     pairs: dict[str, dict[str, Any]] = {
         "softcap and bias": {"softcap": 1.5, "attn_bias": bias},
         "ALiBi and bias": {"alibi_slopes": slopes, "attn_bias": bias},
+        "softcap and ALiBi": {"softcap": 1.5, "alibi_slopes": slopes},
         "sinks and softcap": {"sinks": sinks, "softcap": 1.5},
     }
     for options, given in pairs.items():

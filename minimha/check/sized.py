@@ -20,7 +20,7 @@ from minimha.check.problems import Draw, Graded, kept
 WIDTHS = ((64, 64), (128, 128), (80, 80), (256, 256), (72, 72), (192, 128), (96, 96))  # D, Dv
 LENGTHS = (
     (63, 65), (64, 64), (65, 63), (127, 129), (128, 128), (129, 127), (257, 257), (1, 4097),
-    (65, 1025), (1025, 64), (33, 4095), (4097, 33),
+    (65, 1025), (1025, 64), (33, 4095), (4097, 33), (128, 150),
 )  # fmt: skip
 TAILS = ((130, 130), (190, 190))  # more than one row after the last whole 64 or 128
 SINKS = ((33, 129), (1, 257), (1, 1025), (1, 8209))
@@ -53,6 +53,9 @@ def _problems(seed: int) -> Iterator[Graded]:
         sinks = np.round(np.log(Lk) + np.array([0.5, 0, 1, -0.5])).astype(np.float32)
         given = {"sinks": sinks, "return_lse": True}
         yield _problem(rng, (1, 4, 2, Lq, Lk, 64, 64), "normal", **given)
+    whole = rng.standard_normal((1, 1, 257, 257)).astype(np.float32)  # more than 2^16 pairs
+    for given in ({"attn_bias": whole}, {"attn_mask": whole > -1}):
+        yield _problem(rng, (1, 2, 2, 257, 257, 64, 64), "normal", **given)
     for B, H, Hkv in HEADS:
         plain = _problem(rng, (B, H, Hkv, 17, 65, 64, 64))
         decoding = _problem(rng, (B, H, Hkv, 1, 129, 128, 128), is_causal=True)
@@ -76,6 +79,9 @@ def cut(problem: Graded, name: str, size: int) -> Graded:
         given["q"] = given["q"][:, :size]
     for n in {"Lk": "kv", "Lq": "q"}.get(name, ""):
         given[n] = given[n][:, :, :size]
+    for n in ("attn_bias", "attn_mask"):
+        if n in given and name in ("Lk", "Lq"):
+            given[n] = given[n][..., :size] if name == "Lk" else given[n][..., :size, :]
     if "q_offset" in given or "is_causal" in given:
         given["q_offset"] = max(given["k"].shape[2] - given["q"].shape[2], 0)
     return replace(problem, name=f"{problem.name}, cut to {name} = {size}", arguments=given)
@@ -103,7 +109,7 @@ def _problem(
         given = {n: np.full_like(x, x[0, 0, 0, 0]) for n, x in given.items()}
     if numbers == "one hot":
         given["k"] = 4 * np.eye(D, dtype=np.float32)[rng.integers(D, size=(B, Hkv, Lk))]
-    name += ", sinks" * ("sinks" in options)
+    name += "".join(f", {n}" for n in ("sinks", "attn_bias", "attn_mask") if n in options)
     if "is_causal" in options and Lk != Lq:
         options["q_offset"] = max(Lk - Lq, 0)
     return Graded(f"{name}; {numbers} numbers", {**given, **options}, SHOWS, family="sized")

@@ -145,11 +145,17 @@ def rows(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
 def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
     """Return whether key j is within the length, and not skipped by a deviation.
 
-    The array broadcasts to (B, 1, 1, Lk).
+    The array broadcasts to (B, H, 1, Lk).
     """
     visible: Array = ALL
     if x.given.get("kv_lengths") is not None:
-        visible = x.j < x.lengths
+        lengths = x.lengths
+        if "lengths_by_head" in d:
+            b, h = np.arange(x.B)[:, None], np.arange(x.H)
+            by_rows = (b * x.Hkv + x.heads) // x.H
+            at = by_rows if d["lengths_by_head"].endswith("// H") else (b * x.H + h) // x.Hkv
+            lengths = lengths[np.minimum(at, x.B - 1), 0]
+        visible = x.j < lengths
     B_c = d.get("online_last_block_dropped", 1)
     axis, N = d.get("only_first_computed", ("", 0))
     end = min(x.Lk // B_c * B_c, first_of(x.Lk, N) if axis == "keys" else x.Lk)
@@ -157,6 +163,8 @@ def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
         splits = -(-x.Lk // N)
         splits = min(splits, 8) if axis == EQUAL_SPLITS[1] else splits
         end = x.Lk // splits * splits
+    if axis == "keys but a last block of one" and x.Lk % N == 1 and x.Lk > 1:
+        end = x.Lk - 1
     start = N if axis == "keys but the first" else 0
     return np.asarray(visible & (x.j < end) & (x.j >= start))
 

@@ -110,6 +110,7 @@ class _Deviation(Scores):
         self.lost: Array | None = None  # rows that see keys but whose sum is 0
         self.looseness = 0.0  # relative error of weights from lost precision
         self.L: Array  # the log-sum-exp, (B, H, Lq)
+        self.is_shared: bool  # whether rows share their sums
 
     def result(self) -> Deviated:
         self.multiply()
@@ -128,6 +129,9 @@ class _Deviation(Scores):
         d = self.d
         name = next((n for n in SOFTMAX_AXES if n in d), "")
         axis = SOFTMAX_AXES.get(name, (-1,))
+        if name == "softmax_over_all" and self.x.Lq == 1:
+            name = ""  # rows share nothing
+        self.is_shared = bool(name)
         exp = np.exp2 if "softmax_base_2" in d else np.exp
         sinks = self.sinks_used()
         keys_top = self.S.max(axis=axis, keepdims=True, initial=-np.inf)
@@ -307,6 +311,9 @@ class _Deviation(Scores):
             L = np.where(self.has_score.any(-1, keepdims=True), L, d["lse_of_sink_alone"])
         if "lse_base_2" in d:
             L = L / np.log(2)
+        if "lse_heads_swapped" in d:
+            heads = np.arange(self.x.H).reshape(self.x.Hkv, -1).T.ravel()
+            L = np.broadcast_to(L, (*self.x.shape[:3], 1))[:, heads]
         if "lse_negated" in d:
             L = -L
         if "lse_scaled" in d:
@@ -314,7 +321,7 @@ class _Deviation(Scores):
         if "lse_is_no_logarithm" in d:
             L = {"m": top, "l": total, "m + l": top + total}[d["lse_is_no_logarithm"]]
         rows, drift = self.x.shape[:3], self.drift
-        if set(SOFTMAX_AXES) & set(d):  # rows share their sums
+        if self.is_shared:  # rows share their sums
             L, drift = np.zeros((*rows, 1)), np.zeros((*rows, 1))
         self.L = L = np.broadcast_to(L[..., 0], rows)
         drift = np.broadcast_to(drift[..., 0], rows)

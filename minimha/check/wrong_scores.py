@@ -32,6 +32,7 @@ MOVED = {
     "score_mod_before_bias": ("modify", 2.9),
     "score_mod_before_cap": ("modify", 1.5),
     "softcap_after_bias": ("cap", 3.5),
+    "softcap_after_alibi": ("alibi", 1.9),
     "softcap_after_mask": ("cap", 4.5),
 }
 MULTIPLIED_OTHERWISE = {"q_k_swapped", "k_reshaped_not_transposed", "only_first_computed"}
