@@ -512,7 +512,7 @@ def _options_together() -> Iterator[Graded]:
     for option, given in by_head.items():
         yield _problem(f"{option}, grouped heads", shows, x, **given)
     draw = Draw("groups of three")
-    x, lengths = draw.qkv(B=3, H=6, Hkv=2, Lq=4, Lk=7), np.array([7, 3, 5])
+    x, lengths = draw.qkv(B=3, H=6, Hkv=2, Lq=7, Lk=7), np.array([7, 3, 5])
     shows = "heads and entries, which are both 3 or more"
     yield _problem("log-sum-exp, groups of three", shows, x, return_lse=True)
     yield _problem("lengths, groups of three", shows, x, kv_lengths=lengths)
