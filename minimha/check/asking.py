@@ -212,7 +212,7 @@ class Asking:
         )
 
     def _meet(self, some: Sizes, needed: Switches) -> list[Switches]:
-        """Ask each switch alone, and then rows of those that are taken, which are returned."""
+        """Ask each switch alone, then rows of those that are taken; return what was taken alone."""
 
         def problem(on: Switches) -> Graded:
             return crossed(on | needed, some, self.seed)

@@ -178,7 +178,6 @@ class LatentAttention:
             self._check_indexer(indexer)
         self.dtype = common_dtype({name: array.dtype for name, array in self.weights.items()})
         width = self.head_dim + rope.head_dim
-        self._parts = slice(None, self.head_dim), slice(self.head_dim, None)
         self.scale = float(width**-0.5) if scale is None else number("scale", scale)
 
     def __call__(
@@ -321,7 +320,8 @@ class LatentAttention:
         W = self.weights["W_ukv"].astype(kept.dtype, copy=False)
         width = self.head_dim + self.value_dim
         of_heads = [W[:, h * width : (h + 1) * width] for h in range(self.num_heads)]
-        W_uk, W_uv = ([X[:, part] for X in of_heads] for part in self._parts)
+        parts_of_W = slice(None, self.head_dim), slice(self.head_dim, None)
+        W_uk, W_uv = ([X[:, part] for X in of_heads] for part in parts_of_W)
         absorbed = _by_head(q[..., : self.head_dim], [X.T for X in W_uk])
         parts = absorbed, q[..., self.head_dim :]
         k = kept[:, None]

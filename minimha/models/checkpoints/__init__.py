@@ -61,10 +61,9 @@ def load(path: str | Path, dtype: Literal["float32", "bfloat16"] = "float32") ->
     """Load a model from a local folder or GGUF file.
 
     Matrices are memory-mapped as they are stored: in float32, in 16 bits or quantised. They are
-    widened when they are used, and everything is computed in float32. The following matrices become
-    float32 when the model is loaded: 16-bit matrices stored for x @ W without transposition (GPT-2,
-    gpt-oss in bfloat16); those of latent attention and of gated delta nets; and GGUF types other
-    than F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K.
+    widened when they are used, and everything is computed in float32. Of gpt-oss in bfloat16, two
+    thirds of each expert's matrices are copied, in 16 bits. GGUF types other than F16, BF16, Q8_0,
+    Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K become float32 when the model is loaded.
 
     Parameters
     ----------
@@ -73,7 +72,8 @@ def load(path: str | Path, dtype: Literal["float32", "bfloat16"] = "float32") ->
         text, tokenizer.json; or a file whose name ends in .gguf.
     dtype : {"float32", "bfloat16"}, default "float32"
         The accuracy of matrix products with many rows, as when a prompt is read. With "bfloat16",
-        rows and matrices are rounded to bfloat16 if the CPU has a matrix unit. Sums are float32.
+        rows and matrices are rounded to bfloat16 if the CPU has a matrix unit, or instructions for
+        pairs of bfloat16 numbers. Sums are float32.
 
     Returns
     -------
