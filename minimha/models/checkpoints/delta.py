@@ -8,11 +8,10 @@ gains of norms minus 1.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from minimha.layers.delta import GatedDeltaNet
 from minimha.models.checkpoints.settings import DEEPEST, GLOBAL, Settings
-from minimha.models.checkpoints.tensors import Tensors, rows_of
+from minimha.models.checkpoints.tensors import Tensors, parts_of_rows, rows_of
 from minimha.models.config import Config
 
 DELTA = ("qwen3_next", "qwen3_5_text")
@@ -48,8 +47,8 @@ def layer(settings: Settings, config: Config, tensors: Tensors, n: int) -> Gated
     channels, F, G = 2 * Hk * D + H * Dv, H * Dv, H // Hk
     if config.architecture == "qwen3_next":  # all of a key's head, then all of the next one's
         whole = tensors.matrix(f"{at}.in_proj_qkvz.weight", channels + F, E)
-        *qkv, z = _by_part(Hk, D, D, G * Dv, G * Dv)
-        b, a = _by_part(Hk, G, G)
+        *qkv, z = parts_of_rows(Hk, D, D, G * Dv, G * Dv)
+        b, a = parts_of_rows(Hk, G, G)
         both = tensors.matrix(f"{at}.in_proj_ba.weight", 2 * H, E)
         projections = {
             "W_qkv": rows_of(whole, np.concatenate(qkv)).T, "W_z": rows_of(whole, z).T,
@@ -65,16 +64,6 @@ def layer(settings: Settings, config: Config, tensors: Tensors, n: int) -> Gated
     } | {name: tensors.take(f"{at}.{name}", H) for name in ("A_log", "dt_bias")}
     weights |= projections | tensors.linear("o", f"{at}.out_proj", F, E)
     return GatedDeltaNet(weights, num_heads=H, num_key_heads=Hk, epsilon=config.epsilon)
-
-
-def _by_part(groups: int, *widths: int) -> list[NDArray[np.int64]]:
-    """Return the rows of each part of a matrix that repeats parts of ``widths``, ``groups`` times.
-
-    >>> [part.tolist() for part in _by_part(2, 1, 2)]
-    [[0, 3], [1, 2, 4, 5]]
-    """
-    all_rows = np.arange(groups * sum(widths)).reshape(groups, -1)
-    return [part.ravel() for part in np.split(all_rows, np.cumsum(widths)[:-1], axis=1)]
 
 
 def gate(config: Config, tensors: Tensors, n: int, has_biases: bool) -> dict[str, object]:

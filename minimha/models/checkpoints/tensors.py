@@ -91,9 +91,8 @@ class Tensors:
     def matrices(self, name: str, number: int, rows: int, columns: int) -> list[Any]:
         """Remove the tensor ``name`` (number, rows, columns); return its matrices as ``matrix``."""
         given: Any = self._left.get(name)
-        if given is None or np.shape(given) != (number, rows, columns):
-            return list(self.take(name, number, rows, columns))
-        stored = [W for W in map(self._stored, given) if W is not None]
+        fits = given is not None and np.shape(given) == (number, rows, columns)
+        stored = [W for W in map(self._stored, given if fits else ()) if W is not None]
         if len(stored) < number:
             return list(self.take(name, number, rows, columns))
         del self._left[name]
@@ -139,20 +138,14 @@ class Tensors:
         of parts ``groups`` times; a part's view has its rows from all groups.
         """
         whole: Any = self._left.pop(f"{at}.{name}", None)
-        size = sum(rows.values())
-        expected = groups * size
+        expected = groups * sum(rows.values())
         if groups > 1 and (stored := self._stored(whole)) is not None:
             whole = stored
         shape = np.shape(whole)
         if whole is None or shape[:1] != (expected,):
             what = "is missing" if whole is None else f"has shape {shape}"
             raise ValueError(f"tensor {at}.{name} {what}: expected {expected} rows")
-        stop = 0
-        for part, count in rows.items():
-            start, stop = stop, stop + count
-            own: Any = slice(start, stop)
-            if groups > 1:
-                own = (size * np.arange(groups)[:, None] + np.arange(start, stop)).ravel()
+        for part, own in zip(rows, parts_of_rows(groups, *rows.values()), strict=True):
             self._left[f"{at}.{part}.{name.rpartition('.')[2]}"] = rows_of(whole, own)
 
     def leave(self, *names: str) -> None:
@@ -228,6 +221,21 @@ class Tensors:
             first, *others = self._left
             more = f" and {len(others)} more are" if others else " is"
             raise ValueError(f"tensor {first}{more} left over: the architecture has no use for it")
+
+
+def parts_of_rows(groups: int, *counts: int) -> list[Any]:
+    """Return the rows of each part of a matrix that repeats parts of ``counts``, ``groups`` times.
+
+    The rows of one group are slices, which index without a copy.
+
+    >>> [part.tolist() for part in parts_of_rows(2, 1, 2)]
+    [[0, 3], [1, 2, 4, 5]]
+    """
+    ends = np.cumsum(counts)
+    if groups == 1:
+        return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    rows = np.arange(groups * ends[-1]).reshape(groups, -1)
+    return [part.ravel() for part in np.split(rows, ends[:-1], axis=1)]
 
 
 def rows_of(W: Any, which: Any) -> Any:
