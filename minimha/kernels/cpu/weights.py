@@ -15,8 +15,8 @@ once. So the fewer bytes a number takes there, the faster. Sums and rows x are f
   or three (other formats). Products of parts below 2^-24 of the largest are left out. If W
   ``is_rounded``, there is one part of each.
 
-Few files store W for x W, as GPT-2's do: then a panel of W has some columns of successive rows, and
-is multiplied by register tiles. Pieces of rows are read, at less than half the rate of whole rows.
+GPT-2's files store W for x W. There a panel of W has some columns of successive rows, and register
+tiles multiply it. Pieces of rows are read at less than half the rate of whole rows.
 
 A task is 64 rows of W, or up to 256 for a matrix unit, which prefetches the next panel meanwhile.
 There is one job per product, and before it one that packs many rows of x. A matrix unit's nonfinite
@@ -388,7 +388,8 @@ def function_of(name, has_matrix_unit):
         return in_tiles
 
     in_tiles = multiplier(is_paired=False)
-    in_pair_tiles = multiplier(is_paired=MULTIPLIES_PAIRS)
+    # Without such pairs this is the function above; no job calls it then.
+    in_pair_tiles = multiplier(is_paired=True) if MULTIPLIES_PAIRS else in_tiles
 
     @jit_inline
     def in_matrix_unit(line, worker):
@@ -592,9 +593,8 @@ def _run(
     kernel: Compiled, W: Weights, x: Array, y: Array, job: int, shared: Any, is_reduced: bool
 ) -> None:
     """Do a job, with as many threads as it is worth."""
-    N, K, rows = y.shape[1], x.shape[1] if job == BY_ROWS else W.columns, len(y)
-    if job in (PACK, PACK_PAIRS):
-        K = x.shape[1]
+    N, rows = y.shape[1], len(y)
+    K = x.shape[1] if job in (PACK, PACK_PAIRS, BY_ROWS) else W.columns
     workers = get_num_threads() if N * K * rows >= WORTH_SHARING else 1
     chunk, lanes = CHUNK, -(-rows // LANES) * LANES
     if job == FEW:
