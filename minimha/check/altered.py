@@ -366,6 +366,13 @@ def _scales_transposed(given: Mapping[str, Any], name: str) -> Any:
     return scales.reshape(-1, *scales.shape[:-3:-1]).swapaxes(-1, -2)
 
 
+def scales_by_head(x: Prepared, given: Mapping[str, Any], of: str) -> Array:
+    """Return the scales of the keys or the values, "k" or "v", as (B, H, 1, Lk)."""
+    stored, name = np.asarray(given[of]), f"{of}_scale"
+    scales = scales_of(name, given[name], stored, stored.ndim, np.dtype(np.float64))
+    return scales[:, x.heads, None]
+
+
 def _scales_in_sum(x: Prepared, given: Mapping[str, Any], of: str) -> Mapping[str, Any]:
     """Values without scales, and weights times these: their logarithms are added to scores."""
     scales = given.get("v_scale")
@@ -373,9 +380,7 @@ def _scales_in_sum(x: Prepared, given: Mapping[str, Any], of: str) -> Mapping[st
         return {}
     if of == "of each token" and np.ndim(scales) < 3:
         return {}
-    v = np.asarray(given["v"])
-    each = scales_of("v_scale", scales, v, v.ndim, np.dtype(np.float64))[:, x.heads, None]
-    added = np.log(each) + given.get("attn_bias", 0)
+    added = np.log(scales_by_head(x, given, "v")) + given.get("attn_bias", 0)
     return {"attn_bias": added.astype(np.float32), "v_scale": np.float32(1)}
 
 

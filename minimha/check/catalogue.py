@@ -69,7 +69,7 @@ _ALL = [
         ("packed_rows_confused", "Rows of grouped heads in one tile get each other's positions.",
          "Row r is query r mod Lq if heads follow each other, query r // G if they alternate.",
          ("row // G", "row mod Lq", *((way, of) for way in ("i · G + g", "g · Lq + i")
-                                      for of in (*PLACES[:3], PLACES[3])))),
+                                      for of in PLACES[:4]))),
     ),
     *stage("key/value entries", ALWAYS,
         ("kv_batch_0_for_all", "Every batch entry reads the keys or values of entry 0.",
@@ -536,8 +536,8 @@ _ALL = [
          (*((axis, n) for axis in (*AXES, *COLUMNS, "keys") for n in BLOCKS[:8]),
           *((axis, -n) for axis in (*AXES, COLUMNS[0], "keys") for n in (1, 2)),
           ("keys but the first", 1),
-          *(("keys but a last block of one", n) for n in (64, 128, 32, 16)),
-          *((axis, n) for axis in (*EQUAL_SPLITS, *STEPS) for n in BLOCKS[:4]))),
+          *((axis, n) for axis in ("keys but a last block of one", *EQUAL_SPLITS, *STEPS)
+            for n in BLOCKS[:4]))),
     ),
     *stage("lse", ("return_lse",),
         ("lse_base_2", "The log-sum-exp has base 2.", "Multiply it by ln 2."),

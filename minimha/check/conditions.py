@@ -32,6 +32,7 @@ OPPOSITES = {  # each condition, and the one that holds otherwise, if it has a n
     **{f"{option} is given": f"{option} is not given" for option in OPTIONS},
     **{f"{option} is given": f"{option} is not given" for option in ARRANGED},
 }
+OPTIONS_OF_DELTA = "scale", "normalize", "initial_state", "kv_lengths", "cu_seqlens"
 OF_DELTA = {  # the same of the gated delta rule
     "B > 1": "B = 1",
     "H > 1": "H = 1",
@@ -39,10 +40,7 @@ OF_DELTA = {  # the same of the gated delta rule
     "L > 64": "L <= 64",
     "Dv is not D": "Dv is D",
     "g has a number for each channel": "g has a number for each token",
-    **{
-        f"{option} is given": f"{option} is not given"
-        for option in ("scale", "normalize", "initial_state", "kv_lengths", "cu_seqlens")
-    },
+    **{f"{option} is given": f"{option} is not given" for option in OPTIONS_OF_DELTA},
 }
 # Conditions that hold for the plainest problem.
 USUAL = frozenset(OPPOSITES.values()) | frozenset(OF_DELTA.values())
@@ -72,8 +70,7 @@ def conditions(arguments: Mapping[str, Any]) -> frozenset[str]:
 
 def _of_delta(arguments: Mapping[str, Any]) -> frozenset[str]:
     (B, Hk, L, D), (_, H, _, Dv) = arguments["k"].shape, arguments["v"].shape
-    options = "scale", "normalize", "initial_state", "kv_lengths", "cu_seqlens"
-    given = (arguments.get(name) is not None for name in options)
+    given = (arguments.get(name) is not None for name in OPTIONS_OF_DELTA)
     shapes = B > 1, H > 1, Hk != H, L > 64, Dv != D, arguments["g"].ndim == 4
     return _holding(OF_DELTA, (*shapes, *given))
 

@@ -7,7 +7,7 @@ small powers of 2, which 16 bits hold exactly. g and beta are float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -111,15 +111,12 @@ def _states(seed: int) -> Iterator[Graded]:
     yield _problem(seed, "one token a call", shows, H=2, L=5, chunks=(1,) * 5, **SQUARE)
 
 
-def _state(draw: Draw, x: dict[str, Array]) -> Array:
+def _state(draw: Draw, x: dict[str, Array], sequences: int | None = None) -> Array:
     (B, H, _, Dv), D = x["v"].shape, x["k"].shape[-1]
-    return draw.numbers(B, H, D, Dv)
+    return draw.numbers(sequences or B, H, D, Dv)
 
 
-def _three(draw: Draw, x: dict[str, Array]) -> Array:
-    """States of three sequences."""
-    (_, H, _, Dv), D = x["v"].shape, x["k"].shape[-1]
-    return draw.numbers(3, H, D, Dv)
+_three = partial(_state, sequences=3)
 
 
 def _sequences(seed: int) -> Iterator[Graded]:
@@ -135,7 +132,7 @@ def _sequences(seed: int) -> Iterator[Graded]:
     shows = "where each sequence starts"
     yield _problem(seed, "packed sequences, initial states", shows, **packed, initial_state=_three)
     yield _problem(
-        seed, "lengths, initial states", shows, B=3, kv_lengths=lengths, initial_state=_three,
+        seed, "lengths, initial states", shows, B=3, kv_lengths=lengths, initial_state=_state,
         **SQUARE,
     )  # fmt: skip
     shows = "which axis decays where sequences begin and end"

@@ -133,13 +133,15 @@ def rows(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
     """
     value, G = d.get("packed_rows_confused", ""), x.H // x.Hkv
     way, places = value if isinstance(value, tuple) else (value, (of,))
+    if not way or of not in places:
+        return x.i
     g = np.arange(x.H)[:, None, None] % G
     followed, alternating = g * x.Lq + x.i, x.i * G + g
     ways = {
         "row // G": followed // G, "row mod Lq": alternating % x.Lq, "g · Lq + i": followed,
         "i · G + g": alternating,
     }  # fmt: skip
-    return np.asarray(ways[way]) if way and of in places else x.i
+    return np.asarray(ways[way])
 
 
 def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:

@@ -219,14 +219,13 @@ class _Tokens:
         self.length = length  # of the first call's tokens, those that exist
         self.size = next((d[name] for name in (APART, DROPPING, *SPLITTING) if name in d), 0)
         self.block = self.powers = 0
-        for name in (*IN_BLOCKS, SERIES):
-            if name in d:
-                number, self.size = d[name]
-                self.powers, self.block = (number, 0) if name == SERIES else (0, number)
+        for name in IN_BLOCKS:
+            self.block, self.size = d.get(name, (self.block, self.size))
+        self.powers, self.size = d.get(SERIES, (0, self.size))
         self.is_clamped = SPLIT in d and p.g.shape[-1] > 1
-        if self.is_clamped:
-            self.size = 64
-        self.is_split = self.size > 0 and APART not in d and DROPPING not in d
+        self.size = 64 if self.is_clamped else self.size
+        is_treated = any(name in d for name in (*SPLITTING, *IN_BLOCKS, SERIES))
+        self.is_split = is_treated or self.is_clamped
         self.before_chunk = S
         self.own = np.zeros_like(S)  # what the chunk has stored, and what of it is left
         self.stored_raw = np.zeros_like(S)  # the same without decay
@@ -334,7 +333,8 @@ class _Tokens:
         self.stored_raw = self.stored_raw + stored
         self.of_others = self.of_others + beta[..., None] * stored
         source = self.S
-        self.within = self.within + stored
+        if self.block:
+            self.within = self.within + stored
         if "delta_chunk_block_decay_lost" in d:
             source = self.faded + self.earlier + self.within
         if self.is_clamped:
@@ -367,7 +367,8 @@ class _Tokens:
             read = self.stored_raw + self.faded
         if "delta_chunk_correction_sign" in d:
             read = self.faded - self.own
-        self.within = decay * self.within
+        if self.block:
+            self.within = decay * self.within
         if "delta_chunk_solved_in_blocks" in d:
             read = self.faded + self.within
         if "delta_chunk_block_decay_lost" in d:

@@ -12,6 +12,7 @@ from minimha.check.prepared import FLOAT32, UNITS
 from minimha.check.problems import Graded
 from minimha.check.rounding import rounded
 from minimha.check.wrong_attention import Deviated
+from minimha.equations.dense import softmax
 from minimha.layers import RoPE
 from minimha.layers.indexer import largest
 
@@ -135,13 +136,9 @@ def _scores(d: Mapping[str, Any], products: Array, w: Array) -> Array:
     return np.asarray((w * np.maximum(products, 0)).sum(1))
 
 
-def _softmax(x: Array) -> Array:
-    weights = np.exp(x - x.max(-1, keepdims=True))
-    return np.asarray(weights / weights.sum(-1, keepdims=True))
-
-
 OTHERWISE: dict[str, Callable[[Array], Array]] = {
-    "abs": np.abs, "square": np.square, "silu": lambda x: x / (1 + np.exp(-x)), "softmax": _softmax,
+    "abs": np.abs, "square": np.square, "silu": lambda x: x / (1 + np.exp(-x)),
+    "softmax": lambda x: softmax(x)[0],
 }  # fmt: skip
 
 

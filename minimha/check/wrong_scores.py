@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check import visible
-from minimha.check.altered import altered, heads_by
+from minimha.check.altered import altered, heads_by, scales_by_head
 from minimha.check.catalogue import STEPS
 from minimha.check.expanded import indices
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.rounding import FORMATS, accumulated, rounded
-from minimha.equations.eight_bits import scales_of
 
 Array = NDArray[Any]
 
@@ -285,11 +284,10 @@ class Scores:
 
 def scales_of_keys(x: Prepared) -> Array:
     """Return the scales of 8-bit keys, (B, H, 1, Lk), or 1; the right ones if keys are in pages."""
-    given, k = x.arguments, np.asarray(x.arguments["k"])
+    given = x.arguments
     if given.get("k_scale") is None or given.get("block_table") is not None:
         return np.ones((1, 1, 1, 1))
-    scales = scales_of("k_scale", given["k_scale"], k, k.ndim, np.dtype(np.float64))
-    return scales[:, x.heads, None]
+    return scales_by_head(x, given, "k")
 
 
 def _softly(name: str, value: Any) -> tuple[str, float, str]:
