@@ -77,6 +77,7 @@ def heads_by(x: Prepared, way: str) -> Array:
     ways = {
         "h // G": h // G, "h mod Hkv": h % x.Hkv, "0": 0 * h, "reversed": x.Hkv - 1 - h // G,
         "h >> log2 G": np.minimum(h >> (G.bit_length() - 1), x.Hkv - 1),
+        "h >> up": h >> (G - 1).bit_length(), "h mod G": h % G,
         "h // Hkv": np.minimum(h // x.Hkv, x.Hkv - 1), "at most Hkv - 1": np.minimum(h, x.Hkv - 1),
     }  # fmt: skip
     return np.asarray(ways[way])
@@ -91,6 +92,19 @@ def _option(name: str, change: Callable[[Prepared, Any, Any], Any]) -> Alter:
         return {} if a is None else {name: change(x, a, value)}
 
     return alter
+
+
+def _first_in_group(x: Prepared, sinks: Array, number: int) -> Array:
+    """Give each head the sink of one of the first ``number`` heads of its group, in turn."""
+    g = np.arange(x.H) % (x.H // x.Hkv)
+    return np.asarray(sinks[np.arange(x.H) - g + g % number])
+
+
+def _in_first_row(x: Prepared, bias: Array, tile: int) -> Array:
+    """Add a bias of one row to the first of ``tile`` rows only."""
+    if bias.shape[-2] > 1:
+        return bias
+    return np.where(np.arange(x.Lq)[:, None] % tile == 0, bias, bias.dtype.type(0))
 
 
 def _axes(name: str) -> dict[str, Alter]:
@@ -108,12 +122,28 @@ def _axes(name: str) -> dict[str, Alter]:
         matrices: Array = a.reshape(-1, *a.shape[2:])
         return np.asarray(matrices[np.arange(x.B * x.H).reshape(x.B, x.H) % len(matrices)])
 
+    def packed(x: Prepared, a: Array, _: Any) -> Array:
+        if a.shape[2] == 1:
+            return a
+        G = x.H // x.Hkv
+        rows = (x.i * G + np.arange(x.H)[:, None, None] % G) % x.Lq
+        whole = np.broadcast_to(a, (len(a), x.H, *a.shape[2:]))
+        return np.take_along_axis(whole, np.broadcast_to(rows, (len(a), *rows.shape)), 2)
+
+    def moved(x: Prepared, a: Array, block: int) -> Array:
+        end = x.Lk // block * block
+        if not end or a.shape[3] == 1:
+            return a
+        return a[..., np.where(x.j < end, x.j, x.j - end + x.Lk - block)]
+
     changes: dict[str, Callable[[Prepared, Array, Any], Any]] = {
         "by_kv_head": lambda x, a, way: over_heads(x, a, heads_by(x, way)),
         "head_0_for_all": lambda x, a, _: a[:, :1],
         "batch_0_for_all": lambda x, a, of: a[:1] if of == "always" or a.shape[1] == 1 else a,
         "row_0_for_all": lambda x, a, _: a[:, :, :1],
         "row_of_tile": lambda x, a, size: a[:, :, np.arange(x.Lq) % size % a.shape[2]],
+        "row_mod_length": packed,
+        "last_block_moved": moved,
         "flattened": flattened,
         "transposed": transposed,
     }
@@ -218,6 +248,9 @@ ALTERATIONS: dict[str, Alter] = {
     "alibi_sign": _option("alibi_slopes", lambda x, a, _: -a),
     "sink_0_for_all": _option("sinks", lambda x, a, _: np.repeat(a[:1], x.H)),
     "sinks_by_kv_head": _option("sinks", lambda x, a, way: a[heads_by(x, way)]),
+    "bias_row_in_first_only": _option("attn_bias", _in_first_row),
+    "sinks_by_head_in_group": _option("sinks", lambda x, a, _: a[heads_by(x, "h mod G")]),
+    "sinks_of_first_in_group": _option("sinks", _first_in_group),
     "sink_exponentiated": _option("sinks", lambda x, a, _: np.exp(np.minimum(a, 80))),
     "lengths_one_too_long": _lengths(lambda x, L, more: L + more),
     "lengths_one_too_short": _lengths(lambda x, L, _: L - 1),

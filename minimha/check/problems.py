@@ -288,7 +288,12 @@ def _windows() -> Iterator[Graded]:
     )  # fmt: skip
     yield _drawn("window without a past", "a side of 0", square, window_size=(0, 2))
     yield _drawn("window without a future", "a side of 0", square, window_size=(2, 0))
-    yield _drawn("window on the left", "a side without a limit", square, window_size=(2, None))
+    shows = "a side without a limit"
+    yield _drawn("window on the left", shows, square, window_size=(2, None))
+    yield _drawn(
+        "window on the left, more keys", shows, {"Lq": 4, "Lk": 10}, window_size=(2, None),
+        q_offset=3,
+    )  # fmt: skip
     shows = "which keys each query sees: V = I"
     yield _drawn("window weights", shows, EIGHT, v=_identity(8), window_size=(2, 1))
 
@@ -516,6 +521,20 @@ def _options_together() -> Iterator[Graded]:
     shows = "heads and entries, which are both 3 or more"
     yield _problem("log-sum-exp, groups of three", shows, x, return_lse=True)
     yield _problem("lengths, groups of three", shows, x, kv_lengths=lengths)
+    draw = Draw("groups of three, 65 tokens")
+    x, shows = draw.qkv(H=3, Hkv=1, Lq=100, Lk=100, D=8), "rows of a group, in tiles"
+    for L in (65, 100):
+        first = {name: x[name][:, :, :L] for name in x}
+        yield _problem(f"causal, groups of three, {L} tokens", shows, first, is_causal=True)
+    yield _problem("window, groups of three, 100 tokens", shows, first, window_size=(20, 5))
+    draw = Draw("70 keys")
+    x, shows = draw.qkv(2, 2, Lq=3, Lk=70), "a last block of columns"
+    yield _problem("mask, 70 keys", shows, x, attn_mask=draw.mask(3, 70))
+    yield _problem("bias, 70 keys", shows, x, attn_bias=draw.numbers(3, 70))
+    draw = Draw("bias over keys")
+    for Lq, Lk in ((6, 7), (133, 10)):
+        x, bias = draw.qkv(2, 2, Lq=Lq, Lk=Lk), draw.numbers(2, 2, 1, Lk)
+        yield _problem(f"bias over keys, {Lq} queries", "a bias of one row", x, attn_bias=bias)
     draw = Draw("two options, 64 tokens")
     x = draw.qkv(Lq=64, Lk=64, D=16, spread=1.5)
     bias, slopes = draw.numbers(64, 64), np.array([0.25], np.float32)

@@ -72,16 +72,26 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     if "causal_ignored_in_tail" in d:  # of at least one whole tile
         whole = x.Lq // d["causal_ignored_in_tail"] * d["causal_ignored_in_tail"]
         seen = seen | ((x.i >= whole) & (whole > 0))
+    if "causal_loop_one_short" in d:
+        B_r, B_c = d["causal_loop_one_short"]
+        seen = seen & (x.j < -(-(_last_row(x, B_r) + first) // B_c) * B_c)
     if "causal_loop_ends_early" in d:
         B_r, B_c = d["causal_loop_ends_early"]
         seen = seen & (x.j // B_c <= (x.i // B_r * B_r + first) // B_c)
     return np.asarray(seen)
 
 
+def _last_row(x: Prepared, B_r: int) -> NDArray[Any]:
+    """Return the last row of the tile of ``B_r`` rows to which each row belongs."""
+    return np.asarray(np.minimum((x.i // B_r + 1) * B_r, x.Lq) - 1)
+
+
 def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     window = x.given.get("window_size")
     if window is None:
         return ALL
+    if "window_right_none_is_0" in d and window[0] is not None:
+        window = window[0], window[1] or 0
     left, right = (UNBOUNDED if side is None else side for side in window)
     left += d.get("window_left_long", 0) - d.get("window_left_short", 0)
     right += d.get("window_right_long", 0) - d.get("window_right_short", 0)
@@ -91,8 +101,18 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     B_r, B_c = d.get("window_left_in_blocks", (1, 1))
     first = (p - left - x.i % B_r) // B_c * B_c
     block = d.get("window_starts_from_last_row", 1)
-    first = np.maximum(first, (first - x.i % block + block - 1) // block * block)
+    if isinstance(block, tuple):
+        B_r, B_c = block
+        of_last = _last_row(x, B_r) + offset(x, d, "window") - left
+        first = np.maximum(first, of_last // B_c * B_c)
+    else:
+        first = np.maximum(first, (first - x.i % block + block - 1) // block * block)
+    if "window_left_of_tile" in d:
+        first = first - x.i // d["window_left_of_tile"] * d["window_left_of_tile"]
     seen = (first <= x.j) & (x.j <= p + right)
+    if "window_ends_from_first_row" in d:
+        B_r, B_c = d["window_ends_from_first_row"]
+        seen = seen & (x.j // B_c <= (p - x.i % B_r + right) // B_c)
     if "window_left_seen_in_whole_blocks" in d:
         B_r, B_c = d["window_left_seen_in_whole_blocks"]
         last = x.j // B_c * B_c + B_c - 1  # key of its block
@@ -141,6 +161,9 @@ def rows(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
         "row // G": followed // G, "row mod Lq": alternating % x.Lq, "g · Lq + i": followed,
         "i · G + g": alternating,
     }  # fmt: skip
+    for n in (16, 32, 64, 128):
+        start = alternating // n * n
+        ways[f"r // G in tiles of {n}"] = start // G + (alternating - start) // G
     return np.asarray(ways[way])
 
 

@@ -138,6 +138,12 @@ class _Deviation(Scores):
         top = keys_top
         if sinks is not None and not {"sink_not_in_maximum", "sink_unshifted"} & set(d):
             top = np.maximum(top, sinks)
+        unseen = None  # the number of parts without keys, each with a log-sum-exp of 0
+        if "part_without_keys_counts" in d:
+            starts, _ = visible.parts(self.x, d["part_without_keys_counts"])
+            is_seen = np.logical_or.reduceat(self.has_score, starts, axis=-1)
+            unseen = (~is_seen).sum(-1, keepdims=True)
+            top = np.where(unseen > 0, np.maximum(top, 0), top)
         top = self.deviated_maximum(top)
         top = np.where(np.isneginf(top), 0, top)
         E = exp(self.S - top)
@@ -148,6 +154,8 @@ class _Deviation(Scores):
             starts, _ = visible.parts(self.x, d.get("sink_in_each_part", ("parts", 1)))
             sinks_sum = exp(sinks - (0 if "sink_unshifted" in d else top))
             total = plain + len(starts) * (sinks if "sink_not_exponentiated" in d else sinks_sum)
+        if unseen is not None:
+            total = total + unseen * exp(-top)
         more = d.get("denominator_enlarged", 0)
         total = total + (exp(-top) if more == "exp(-m)" else more)
         W = (
@@ -311,7 +319,15 @@ class _Deviation(Scores):
             L = np.where(self.has_score.any(-1, keepdims=True), L, d["lse_of_sink_alone"])
         if "lse_base_2" in d:
             L = L / np.log(2)
-        if "lse_heads_swapped" in d:
+        if "lse_of_largest_part" in d:
+            starts, part = visible.parts(self.x, d["lse_of_largest_part"])
+            each = [_log_sum_exp(self.S[..., part == n]) for n in range(len(starts))]
+            L = np.maximum.reduce([np.where(np.isnan(one), -np.inf, one) for one in each])
+        if "lse_rows_permuted" in d and not self.is_shared:
+            B, H, Lq = self.x.shape[:3]
+            packed = np.broadcast_to(L, (B, H, Lq, 1)).reshape(B, self.x.Hkv, Lq, -1)
+            L = packed.swapaxes(2, 3).reshape(B, H, Lq, 1)
+        if "lse_heads_swapped" in d and not self.is_shared:
             heads = np.arange(self.x.H).reshape(self.x.Hkv, -1).T.ravel()
             L = np.broadcast_to(L, (*self.x.shape[:3], 1))[:, heads]
         if "lse_negated" in d:
@@ -420,6 +436,9 @@ class _Deviation(Scores):
         if way is not None:
             arrays = [confused(np.broadcast_to(a, self.O.shape), way) for a in arrays]
             is_free = confused(is_free, way)
+        if "output_columns_repeat" in self.d:
+            columns = np.arange(self.x.Dv) % self.d["output_columns_repeat"]
+            arrays, is_free = [a[..., columns] for a in arrays], is_free[..., columns]
         output, bound, *others = arrays
         if "residual_added" in self.d:
             if self.q.shape != output.shape:

@@ -128,6 +128,11 @@ class Scores:
             self.weigh_parts("lse", self.d["lse_base_2_merged"])
         if "parts_merged_wrongly" in self.d:
             self.weigh_parts(*self.d["parts_merged_wrongly"])
+        block = self.d.get("last_block_moved_back", self.x.Lk)
+        if self.x.Lk > block:
+            end = self.x.Lk // block * block
+            is_twice = (self.x.j >= self.x.Lk - block) & (self.x.j < end) & (end < self.x.Lk)
+            self.S = np.where(is_twice, self.S + np.log(2), self.S)
 
     def weigh_parts(self, way: str, split: tuple[str, int]) -> None:
         """Weigh the parts of the keys by a wrong factor, not by exp of their log-sum-exp.
@@ -136,12 +141,15 @@ class Scores:
         """
         starts, part = visible.parts(self.x, split)
         top = np.maximum.reduceat(self.S, starts, axis=-1)
+        most = np.maximum.accumulate(top, -1)
         top = np.where(np.isneginf(top), 0, top)
         sums = np.add.reduceat(np.exp(self.S - top[..., part]), starts, axis=-1)
         L = top + np.log(sums)
         ln2 = np.log(2)
         more = {
             "lse": L * (1 / ln2 - 1), "mean": -L, "all": -L, "sums": -top, "2^L": L * (ln2 - 1),
+            "2^(L - max)": (L - L.max(-1, keepdims=True)) * (ln2 - 1),
+            "sums, max": most[..., -1:] - top, "own maximum": most - top,
         }[way]  # fmt: skip
         self.S = np.where(self.has_score, self.S + more[..., part], -np.inf)
         self.delta = self.delta + np.where(self.has_score, self.delta, 0).max(-1, keepdims=True)
@@ -163,7 +171,7 @@ class Scores:
             ):  # fmt: skip
                 scale = value if name in d else scale
         else:
-            scale = given
+            scale = given * (x.D**-0.5 if "scale_times_default" in d else 1)
         return float(scale**2 if "scale_twice" in d else scale)
 
     def padded_width(self) -> int:
@@ -181,6 +189,7 @@ class Scores:
         cap = self.x.given.get("softcap")
         if cap is None:
             return
+        cap = cap * np.log(2) if "softcap_in_base_2" in self.d else cap
         factor = 1 if "softcap_not_multiplied_back" in self.d else cap
         divisor = 1 if "softcap_not_divided" in self.d else cap
         if "softcap_clips" in self.d:
