@@ -551,7 +551,7 @@ _ALL = [
          "Give such a part an output of 0, and a log-sum-exp of -inf.",
          (*((kind, n) for n in BLOCKS[:6] for kind in ("keys", "first")), *SPLITS[:4])),
     ),
-    *stage("parts that see nothing", (*HIDING, "attn_bias"),
+    *stage("parts that see nothing", ALWAYS,
         ("part_without_keys_counts", "A part that holds no visible key counts in the sum.",
          "Give such a part a log-sum-exp of -inf, not 0.", SPLITS),
     ),

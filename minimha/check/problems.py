@@ -524,9 +524,9 @@ def _options_together() -> Iterator[Graded]:
     draw = Draw("groups of three, 65 tokens")
     x, shows = draw.qkv(H=3, Hkv=1, Lq=100, Lk=100, D=8), "rows of a group, in tiles"
     for L in (65, 100):
-        first = {name: x[name][:, :, :L] for name in x}
-        yield _problem(f"causal, groups of three, {L} tokens", shows, first, is_causal=True)
-    yield _problem("window, groups of three, 100 tokens", shows, first, window_size=(20, 5))
+        given = {**x, "q": x["q"][:, :, :L], "q_offset": 0}
+        yield _problem(f"causal, groups of three, {L} queries", shows, given, is_causal=True)
+    yield _problem("window, groups of three, 100 tokens", shows, x, window_size=(20, 5))
     draw = Draw("70 keys")
     x, shows = draw.qkv(2, 2, Lq=3, Lk=70), "a last block of columns"
     yield _problem("mask, 70 keys", shows, x, attn_mask=draw.mask(3, 70))
