@@ -319,10 +319,8 @@ class _Deviation(Scores):
             L = np.where(self.has_score.any(-1, keepdims=True), L, d["lse_of_sink_alone"])
         if "lse_base_2" in d:
             L = L / np.log(2)
-        if "lse_of_largest_part" in d:
-            starts, part = visible.parts(self.x, d["lse_of_largest_part"])
-            each = [_log_sum_exp(self.S[..., part == n]) for n in range(len(starts))]
-            L = np.maximum.reduce([np.where(np.isnan(one), -np.inf, one) for one in each])
+        if "lse_of_largest_part" in d and self.x.problem.sinks is None:
+            L = self.sums_of_parts(d["lse_of_largest_part"])[1].max(-1, keepdims=True)
         if "lse_rows_permuted" in d and not self.is_shared:
             B, H, Lq = self.x.shape[:3]
             packed = np.broadcast_to(L, (B, H, Lq, 1)).reshape(B, self.x.Hkv, Lq, -1)

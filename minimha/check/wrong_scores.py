@@ -134,17 +134,23 @@ class Scores:
             is_twice = (self.x.j >= self.x.Lk - block) & (self.x.j < end) & (end < self.x.Lk)
             self.S = np.where(is_twice, self.S + np.log(2), self.S)
 
+    def sums_of_parts(self, split: tuple[str, int]) -> tuple[Array, Array]:
+        """Return the maximum and the log-sum-exp of each part, (B, H, Lq, parts) each."""
+        starts, part = visible.parts(self.x, split)
+        top = np.maximum.reduceat(self.S, starts, axis=-1)
+        finite = np.where(np.isneginf(top), 0, top)
+        sums = np.add.reduceat(np.exp(self.S - finite[..., part]), starts, axis=-1)
+        return top, finite + np.log(sums)
+
     def weigh_parts(self, way: str, split: tuple[str, int]) -> None:
         """Weigh the parts of the keys by a wrong factor, not by exp of their log-sum-exp.
 
         ``way`` names the factor, and ``split`` the parts, as in ``visible.parts``.
         """
-        starts, part = visible.parts(self.x, split)
-        top = np.maximum.reduceat(self.S, starts, axis=-1)
+        _, part = visible.parts(self.x, split)
+        top, L = self.sums_of_parts(split)
         most = np.maximum.accumulate(top, -1)
         top = np.where(np.isneginf(top), 0, top)
-        sums = np.add.reduceat(np.exp(self.S - top[..., part]), starts, axis=-1)
-        L = top + np.log(sums)
         ln2 = np.log(2)
         more = {
             "lse": L * (1 / ln2 - 1), "mean": -L, "all": -L, "sums": -top, "2^L": L * (ln2 - 1),
@@ -154,7 +160,7 @@ class Scores:
         self.S = np.where(self.has_score, self.S + more[..., part], -np.inf)
         self.delta = self.delta + np.where(self.has_score, self.delta, 0).max(-1, keepdims=True)
         if way == "all":  # of a part without keys, the mean holds zeros
-            self.factor = np.mean(sums > 0, axis=-1, keepdims=True)
+            self.factor = np.mean(~np.isneginf(L), axis=-1, keepdims=True)
         self.is_lse_free = self.is_lse_free | (way != "lse")
 
     def scale_used(self) -> float:
