@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from minimha.check.expanded import INDICES, RANGES, READ, Place, expanded
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.rounding import rounded
+from minimha.check.visible import packed_rows
 from minimha.equations.arrays import FLOAT8, extension
 from minimha.equations.eight_bits import scales_of
 
@@ -77,7 +78,7 @@ def heads_by(x: Prepared, way: str) -> Array:
     ways = {
         "h // G": h // G, "h mod Hkv": h % x.Hkv, "0": 0 * h, "reversed": x.Hkv - 1 - h // G,
         "h >> log2 G": np.minimum(h >> (G.bit_length() - 1), x.Hkv - 1),
-        "h >> up": h >> (G - 1).bit_length(), "h mod G": h % G,
+        "h >> ceil log2 G": h >> (G - 1).bit_length(),
         "h // Hkv": np.minimum(h // x.Hkv, x.Hkv - 1), "at most Hkv - 1": np.minimum(h, x.Hkv - 1),
     }  # fmt: skip
     return np.asarray(ways[way])
@@ -96,8 +97,13 @@ def _option(name: str, change: Callable[[Prepared, Any, Any], Any]) -> Alter:
 
 def _first_in_group(x: Prepared, sinks: Array, number: int) -> Array:
     """Give each head the sink of one of the first ``number`` heads of its group, in turn."""
-    g = np.arange(x.H) % (x.H // x.Hkv)
+    g = _in_group(x)
     return np.asarray(sinks[np.arange(x.H) - g + g % number])
+
+
+def _in_group(x: Prepared) -> Array:
+    """Return the number of each query head in its group, (H,)."""
+    return np.asarray(np.arange(x.H) % (x.H // x.Hkv))
 
 
 def _in_first_row(x: Prepared, bias: Array, tile: int) -> Array:
@@ -125,8 +131,7 @@ def _axes(name: str) -> dict[str, Alter]:
     def packed(x: Prepared, a: Array, _: Any) -> Array:
         if a.shape[2] == 1:
             return a
-        G = x.H // x.Hkv
-        rows = (x.i * G + np.arange(x.H)[:, None, None] % G) % x.Lq
+        rows = packed_rows(x) % x.Lq
         whole = np.broadcast_to(a, (len(a), x.H, *a.shape[2:]))
         return np.take_along_axis(whole, np.broadcast_to(rows, (len(a), *rows.shape)), 2)
 
@@ -249,7 +254,7 @@ ALTERATIONS: dict[str, Alter] = {
     "sink_0_for_all": _option("sinks", lambda x, a, _: np.repeat(a[:1], x.H)),
     "sinks_by_kv_head": _option("sinks", lambda x, a, way: a[heads_by(x, way)]),
     "bias_row_in_first_only": _option("attn_bias", _in_first_row),
-    "sinks_by_head_in_group": _option("sinks", lambda x, a, _: a[heads_by(x, "h mod G")]),
+    "sinks_by_head_in_group": _option("sinks", lambda x, a, _: a[_in_group(x)]),
     "sinks_of_first_in_group": _option("sinks", _first_in_group),
     "sink_exponentiated": _option("sinks", lambda x, a, _: np.exp(np.minimum(a, 80))),
     "lengths_one_too_long": _lengths(lambda x, L, more: L + more),

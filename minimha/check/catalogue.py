@@ -29,7 +29,9 @@ SPLITS = (
     *(("parts", n) for n in (2, 4, 8, 3)), *(("keys", n) for n in BLOCKS[:6]), ("floors", 2),
     *(("at most 8", n) for n in (*BLOCKS[:2], 128, 256)),
 )  # fmt: skip
+MISREAD = "h // Hkv", "at most Hkv - 1", "reversed", "h >> log2 G", "h >> ceil log2 G"
 WEIGHINGS = "mean", "sums", "all", "2^L", "2^(L - max)", "sums, max", "own maximum"
+# Rows and keys of a tile.
 TILES = ((64, 64), (128, 128), (32, 32), (128, 64), (64, 32), (64, 128), (16, 16), (64, 16))
 HEADS = ("kv", "v", "k")  # what is indexed: K and V, or one of them
 SCALED = ("kv", "k", "v")  # what is multiplied by scales: K and V, or one of them
@@ -66,8 +68,7 @@ _ALL = [
          "Query head h reads key/value head h // (H // Hkv).", HEADS),
         ("kv_heads_misread", "Query heads read other key/value heads than their group's.",
          "Query head h reads key/value head h // (H // Hkv).",
-         tuple((which, way) for way in ("h // Hkv", "at most Hkv - 1", "reversed", "h >> log2 G",
-                                    "h >> up") for which in HEADS)),
+         tuple((which, way) for way in MISREAD for which in HEADS)),
         ("packed_rows_confused", "Rows of grouped heads in one tile get each other's positions.",
          "Row r is query r mod Lq if heads follow each other, query r // G if they alternate.",
          ("row // G", "row mod Lq", *(f"r // G in tiles of {n}" for n in BLOCKS[:4]),
@@ -118,7 +119,7 @@ _ALL = [
          "Replace scores s by c · tanh(s / c)."),
         ("softcap_not_divided", "Scores are not divided by softcap before tanh.",
          "Replace scores s by c · tanh(s / c)."),
-        ("softcap_in_base_2", "The cap is that of scores that were multiplied by log2(e).",
+        ("softcap_in_base_2", "The cap is applied to scores that were multiplied by log2(e).",
          "Cap before multiplying by log2(e), or multiply the cap, too."),
         ("softcap_clips", "Scores are cut off at softcap, without tanh.",
          "Replace scores s by c · tanh(s / c)."),
@@ -153,7 +154,7 @@ _ALL = [
          "Index attn_bias by query.", BLOCKS[5::-1]),
         ("bias_row_in_first_only", "A bias of one row is added to the first row of each tile.",
          "A bias of one row is for all queries.", (64, 128, 32, 16, 1 << 20)),
-        ("bias_row_mod_length", "Packed row r, query r // G, reads another row of the bias.",
+        ("bias_row_mod_length", "Packed row r reads row r mod Lq of the bias, not r // G.",
          "Index attn_bias by query."),
         ("bias_last_block_moved", "The bias's last block of columns is read from Lk - block on.",
          "Read it from the block's own first key.", BLOCKS[:4]),
@@ -210,7 +211,7 @@ _ALL = [
          "Visit the keys up to the last row's i + q_offset.",
          (*((B, 1) for B in BLOCKS[:6]), (128, 64), (64, 32), (32, 16), (64, 16), (128, 32))),
         ("causal_loop_one_short", "The loop over keys misses a block that begins at the last row.",
-         "The last row's i + q_offset is seen: a bound that is excluded is one more.", TILES),
+         "Visit the keys up to the last row's i + q_offset, which it sees too.", TILES),
     ),
     *stage("causal", ALWAYS,
         ("causal_always", "Keys of the future are hidden though is_causal was not given.",
@@ -245,8 +246,8 @@ _ALL = [
          "The window's left side is not checked in blocks that its right side leaves whole.",
          "A block is whole only if both sides leave it whole.",
          (*((B, B) for B in BLOCKS[:4]), *((1, B) for B in BLOCKS[:4]), (128, 64), (64, 32))),
-        ("window_left_of_tile", "The window's left side is that of the query's row in its tile.",
-         "Add the tile's first row.", BLOCKS[:4]),
+        ("window_left_of_tile", "The window's left side counts from the query's row in its tile.",
+         "Count it from i + q_offset.", BLOCKS[:4]),
         ("window_starts_from_last_row",
          "Rows start where the last row does, or at the first whole block of keys.",
          "Start at the block with the first row's key i + q_offset - left.",
@@ -307,7 +308,7 @@ _ALL = [
          "Index the mask by query."),
         ("mask_row_of_tile", "The mask is indexed by the query's row in its tile.",
          "Index the mask by query.", BLOCKS[5::-1]),
-        ("mask_row_mod_length", "Packed row r, query r // G, reads another row of the mask.",
+        ("mask_row_mod_length", "Packed row r reads row r mod Lq of the mask, not r // G.",
          "Index the mask by query."),
         ("mask_last_block_moved", "The mask's last block of columns is read from Lk - block on.",
          "Read it from the block's own first key.", BLOCKS[:4]),

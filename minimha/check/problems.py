@@ -95,8 +95,8 @@ def graded(dtype: str = "float32") -> list[Graded]:
 def _graded(dtype: str) -> tuple[Graded, ...]:
     families = (
         _plain, _related, _causal, _windows, _masks, _lengths, _biases, _caps_and_sinks,
-        _rows_that_see_nothing, _hidden_nan, _wide_ranges, _many_keys, _tiles, _options_together,
-        _precision,
+        _rows_that_see_nothing, _hidden_nan, _wide_ranges, _many_keys, _tiles, _ragged,
+        _options_together, _precision,
     )  # fmt: skip
     problems = [problem for family in families for problem in family()]
     return tuple(
@@ -504,6 +504,24 @@ def _tiles() -> Iterator[Graded]:
         yield _problem(f"{option}, 64 tokens", shows, x, **given)
 
 
+def _ragged() -> Iterator[Graded]:
+    """Yield problems whose groups, blocks of keys or rows of a bias do not fill a tile."""
+    draw = Draw("groups of three, in tiles")
+    x, shows = draw.qkv(H=3, Hkv=1, Lq=100, Lk=100, D=8), "rows of a group, in tiles"
+    for L in (65, 100):
+        given = {**x, "q": x["q"][:, :, :L], "q_offset": 0}
+        yield _problem(f"causal, groups of three, {L} queries", shows, given, is_causal=True)
+    yield _problem("window, groups of three, 100 tokens", shows, x, window_size=(20, 5))
+    draw = Draw("70 keys")
+    x, shows = draw.qkv(2, 2, Lq=3, Lk=70), "a last block of columns"
+    yield _problem("mask, 70 keys", shows, x, attn_mask=draw.mask(3, 70))
+    yield _problem("bias, 70 keys", shows, x, attn_bias=draw.numbers(3, 70))
+    draw = Draw("bias over keys")
+    for Lq, Lk in ((6, 7), (133, 10)):
+        x, bias = draw.qkv(2, 2, Lq=Lq, Lk=Lk), draw.numbers(2, 2, 1, Lk)
+        yield _problem(f"bias over keys, {Lq} queries", "a bias of one row", x, attn_bias=bias)
+
+
 def _options_together() -> Iterator[Graded]:
     """Yield problems with options per query head, or with two options in whole tiles."""
     draw = Draw("options by head, grouped heads")
@@ -521,20 +539,6 @@ def _options_together() -> Iterator[Graded]:
     shows = "heads and entries, which are both 3 or more"
     yield _problem("log-sum-exp, groups of three", shows, x, return_lse=True)
     yield _problem("lengths, groups of three", shows, x, kv_lengths=lengths)
-    draw = Draw("groups of three, 65 tokens")
-    x, shows = draw.qkv(H=3, Hkv=1, Lq=100, Lk=100, D=8), "rows of a group, in tiles"
-    for L in (65, 100):
-        given = {**x, "q": x["q"][:, :, :L], "q_offset": 0}
-        yield _problem(f"causal, groups of three, {L} queries", shows, given, is_causal=True)
-    yield _problem("window, groups of three, 100 tokens", shows, x, window_size=(20, 5))
-    draw = Draw("70 keys")
-    x, shows = draw.qkv(2, 2, Lq=3, Lk=70), "a last block of columns"
-    yield _problem("mask, 70 keys", shows, x, attn_mask=draw.mask(3, 70))
-    yield _problem("bias, 70 keys", shows, x, attn_bias=draw.numbers(3, 70))
-    draw = Draw("bias over keys")
-    for Lq, Lk in ((6, 7), (133, 10)):
-        x, bias = draw.qkv(2, 2, Lq=Lq, Lk=Lk), draw.numbers(2, 2, 1, Lk)
-        yield _problem(f"bias over keys, {Lq} queries", "a bias of one row", x, attn_bias=bias)
     draw = Draw("two options, 64 tokens")
     x = draw.qkv(Lq=64, Lk=64, D=16, spread=1.5)
     bias, slopes = draw.numbers(64, 64), np.array([0.25], np.float32)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.catalogue import EQUAL_SPLITS
+from minimha.check.catalogue import BLOCKS, EQUAL_SPLITS
 from minimha.check.prepared import Prepared
 from minimha.equations.visibility import UNBOUNDED
 
@@ -100,13 +100,11 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     p = rows(x, d, "window") + offset(x, d, "window")
     B_r, B_c = d.get("window_left_in_blocks", (1, 1))
     first = (p - left - x.i % B_r) // B_c * B_c
-    block = d.get("window_starts_from_last_row", 1)
-    if isinstance(block, tuple):
-        B_r, B_c = block
-        of_last = _last_row(x, B_r) + offset(x, d, "window") - left
-        first = np.maximum(first, of_last // B_c * B_c)
-    else:
-        first = np.maximum(first, (first - x.i % block + block - 1) // block * block)
+    if "window_starts_from_last_row" in d:
+        tile = d["window_starts_from_last_row"]  # of one number, even if its last rows are missing
+        B_r, B_c = tile if isinstance(tile, tuple) else (tile, tile)
+        last = _last_row(x, B_r) if isinstance(tile, tuple) else x.i // B_r * B_r + B_r - 1
+        first = np.maximum(first, (p + last - x.i - left) // B_c * B_c)
     if "window_left_of_tile" in d:
         first = first - x.i // d["window_left_of_tile"] * d["window_left_of_tile"]
     seen = (first <= x.j) & (x.j <= p + right)
@@ -155,16 +153,22 @@ def rows(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
     way, places = value if isinstance(value, tuple) else (value, (of,))
     if not way or of not in places:
         return x.i
-    g = np.arange(x.H)[:, None, None] % G
-    followed, alternating = g * x.Lq + x.i, x.i * G + g
+    alternating = packed_rows(x)
+    followed = alternating % G * x.Lq + x.i
     ways = {
         "row // G": followed // G, "row mod Lq": alternating % x.Lq, "g · Lq + i": followed,
         "i · G + g": alternating,
     }  # fmt: skip
-    for n in (16, 32, 64, 128):
+    for n in BLOCKS[:4]:
         start = alternating // n * n
         ways[f"r // G in tiles of {n}"] = start // G + (alternating - start) // G
     return np.asarray(ways[way])
+
+
+def packed_rows(x: Prepared) -> NDArray[Any]:
+    """Return the row i G + g of each query in its group, whose heads alternate, (H, Lq, 1)."""
+    G = x.H // x.Hkv
+    return np.asarray(x.i * G + np.arange(x.H)[:, None, None] % G)
 
 
 def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:

@@ -140,9 +140,7 @@ class _Deviation(Scores):
             top = np.maximum(top, sinks)
         unseen = None  # the number of parts without keys, each with a log-sum-exp of 0
         if "part_without_keys_counts" in d:
-            starts, _ = visible.parts(self.x, d["part_without_keys_counts"])
-            is_seen = np.logical_or.reduceat(self.has_score, starts, axis=-1)
-            unseen = (~is_seen).sum(-1, keepdims=True)
+            unseen = (~self.seen_in_parts(d["part_without_keys_counts"])).sum(-1, keepdims=True)
             top = np.where(unseen > 0, np.maximum(top, 0), top)
         top = self.deviated_maximum(top)
         top = np.where(np.isneginf(top), 0, top)
@@ -377,8 +375,7 @@ class _Deviation(Scores):
 
     def lose_rows(self, kind: str, size: int, number: float) -> None:
         """Set rows to ``number`` if they see no key in some part, or in the "first" one."""
-        starts, _ = visible.parts(self.x, (kind, size))
-        seen = np.asarray(np.logical_or.reduceat(self.has_score, starts, axis=-1))
+        seen = self.seen_in_parts((kind, size))
         is_lost = np.asarray(~(seen[..., 0] if kind == "first" else seen.all(-1)))
         self.others.append(np.where(is_lost[..., None], number, self.O))
         self.O = np.where((is_lost & ~self.x.sees_nothing)[..., None], number, self.O)

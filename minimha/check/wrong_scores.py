@@ -128,11 +128,20 @@ class Scores:
             self.weigh_parts("lse", self.d["lse_base_2_merged"])
         if "parts_merged_wrongly" in self.d:
             self.weigh_parts(*self.d["parts_merged_wrongly"])
-        block = self.d.get("last_block_moved_back", self.x.Lk)
-        if self.x.Lk > block:
-            end = self.x.Lk // block * block
-            is_twice = (self.x.j >= self.x.Lk - block) & (self.x.j < end) & (end < self.x.Lk)
+        if "last_block_moved_back" in self.d:
+            self.count_twice(self.d["last_block_moved_back"])
+
+    def count_twice(self, block: int) -> None:
+        """Double the weight of keys that a last block has too, moved back to be whole."""
+        x, end = self.x, self.x.Lk // block * block
+        if end < x.Lk:
+            is_twice = (x.j >= x.Lk - block) & (x.j < end)
             self.S = np.where(is_twice, self.S + np.log(2), self.S)
+
+    def seen_in_parts(self, split: tuple[str, int]) -> Array:
+        """Return whether each query sees a key of each part, (B, H, Lq, parts)."""
+        starts, _ = visible.parts(self.x, split)
+        return np.asarray(np.logical_or.reduceat(self.has_score, starts, axis=-1))
 
     def sums_of_parts(self, split: tuple[str, int]) -> tuple[Array, Array]:
         """Return the maximum and the log-sum-exp of each part, (B, H, Lq, parts) each."""
