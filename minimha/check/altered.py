@@ -79,6 +79,7 @@ def heads_by(x: Prepared, way: str) -> Array:
         "h // G": h // G, "h mod Hkv": h % x.Hkv, "0": 0 * h, "reversed": x.Hkv - 1 - h // G,
         "h >> log2 G": np.minimum(h >> (G.bit_length() - 1), x.Hkv - 1),
         "h >> ceil log2 G": h >> (G - 1).bit_length(),
+        "(h mod G) · Hkv + h // G": h % G * x.Hkv + h // G, "h mod 16": h % 16, "h mod 8": h % 8,
         "h // Hkv": np.minimum(h // x.Hkv, x.Hkv - 1), "at most Hkv - 1": np.minimum(h, x.Hkv - 1),
     }  # fmt: skip
     return np.asarray(ways[way])
@@ -113,6 +114,25 @@ def _in_first_row(x: Prepared, bias: Array, tile: int) -> Array:
     return np.where(np.arange(x.Lq)[:, None] % tile == 0, bias, bias.dtype.type(0))
 
 
+def _from_window(x: Prepared, bias: Array, tile: int) -> Array:
+    """Read columns as if they counted from the first key that the first of ``tile`` rows sees."""
+    left = (x.given.get("window_size") or (None, None))[0]
+    if left is None or bias.shape[-1] == 1:
+        return bias
+    first = np.maximum(x.i // tile * tile + x.offset - left, 0)
+    columns = np.maximum(x.j - first, 0)
+    shape = np.broadcast_shapes(bias.shape, columns.shape)
+    columns, bias = (np.broadcast_to(a, shape) for a in (columns, bias))
+    return np.take_along_axis(bias, columns, 3)
+
+
+def _moved(size: int, block: int) -> Array:
+    """Return the indices that are read if the last block begins at ``size - block``."""
+    i = np.arange(size)
+    end = size // block * block
+    return np.where((i < end) | (end == 0), i, i - end + size - block)
+
+
 def _axes(name: str) -> dict[str, Alter]:
     """What goes wrong with the indices of the mask, or of the bias."""
 
@@ -135,11 +155,10 @@ def _axes(name: str) -> dict[str, Alter]:
         whole = np.broadcast_to(a, (len(a), x.H, *a.shape[2:]))
         return np.take_along_axis(whole, np.broadcast_to(rows, (len(a), *rows.shape)), 2)
 
-    def moved(x: Prepared, a: Array, block: int) -> Array:
-        end = x.Lk // block * block
-        if not end or a.shape[3] == 1:
-            return a
-        return a[..., np.where(x.j < end, x.j, x.j - end + x.Lk - block)]
+    def moved(x: Prepared, a: Array, value: tuple[str, int]) -> Array:
+        of, block = value
+        axis = 3 if of == "columns" else 2
+        return a if a.shape[axis] == 1 else a.take(_moved(a.shape[axis], block), axis)
 
     changes: dict[str, Callable[[Prepared, Array, Any], Any]] = {
         "by_kv_head": lambda x, a, way: over_heads(x, a, heads_by(x, way)),
@@ -159,6 +178,30 @@ def _axes(name: str) -> dict[str, Alter]:
         )
 
     return {f"{name}_{suffix}": whole(change) for suffix, change in changes.items()}
+
+
+def _in_whole_bytes(x: Prepared, mask: Array, _: Any) -> Array:
+    """Read a mask whose rows follow each other as if each began with a new byte."""
+    mask = np.broadcast_to(mask, (*mask.shape[:-2], x.Lq, x.Lk))
+    stride = -(-x.Lk // 8) * 8
+    bits = mask.reshape(*mask.shape[:-2], -1)
+    missing = np.zeros((*mask.shape[:-2], x.Lq * stride - x.Lq * x.Lk), bool)
+    bits = np.concatenate([bits, missing], -1)
+    return np.asarray(bits.reshape(*mask.shape[:-1], stride)[..., : x.Lk])
+
+
+def _at_corners(x: Prepared, mask: Array, tile: tuple[int, int]) -> Array:
+    """Show a whole tile if the mask shows its four corners."""
+    mask = np.broadcast_to(mask, (*mask.shape[:-2], x.Lq, x.Lk))
+    ends = []
+    for size, B in zip((x.Lq, x.Lk), tile, strict=True):
+        first = np.arange(size) // B * B
+        ends.append((first, np.minimum(first + B, size) - 1))
+    whole = np.ones((1, 1), bool)
+    for rows in ends[0]:
+        for columns in ends[1]:
+            whole = whole & mask[..., rows[:, None], columns]
+    return np.asarray(mask | whole)
 
 
 def _lengths(change: Callable[[Prepared, Array, Any], Any]) -> Alter:
@@ -206,6 +249,15 @@ def _zeroed(x: Prepared, a: Array, block: int) -> Array:
     return np.where(x.j[:, None] < x.Lk // block * block, a, 0)
 
 
+def _of_later_block(x: Prepared, a: Array, value: tuple[int, int]) -> Array:
+    """Give each block of keys the values of one that is so many blocks ahead, if there is one."""
+    block, ahead = value
+    later = x.j + block * ahead
+    found = np.where((later < x.Lk)[:, None], a[:, :, np.minimum(later, x.Lk - 1)], 0)
+    has_later = x.j // block + ahead <= (x.Lk - 1) // block
+    return np.where(has_later[:, None], found, a)
+
+
 def _pad(x: Prepared, given: Mapping[str, Any], value: tuple[str, int]) -> Mapping[str, Any]:
     """Zero keys up to a whole block, which a mask hides if value is ("masked", block)."""
     hidden_by = [name for name in ("is_causal", *POSITIONAL) if given.get(name) is not None]
@@ -245,8 +297,12 @@ ALTERATIONS: dict[str, Alter] = {
     "k_v_swapped": _swap,
     "scale_of_0_ignored": _option("scale", lambda x, scale, _: scale if scale else None),
     "last_block_zeroed": _inputs(_zeroed, "kv"),
+    "last_block_read_earlier": _inputs(lambda x, a, block: a[:, :, _moved(x.Lk, block)], "kv"),
+    "values_of_other_block": _inputs(_of_later_block, "v"),
     **_axes("mask"),
     **_axes("bias"),
+    "mask_bits_misread": _option("attn_mask", _in_whole_bytes),
+    "mask_read_at_corners": _option("attn_mask", _at_corners),
     "mask_inverted": _option("attn_mask", lambda x, a, _: ~a),
     "alibi_slope_0_for_all": _option("alibi_slopes", lambda x, a, _: a[0 * a.astype(int)]),
     "alibi_by_kv_head": _option("alibi_slopes", lambda x, a, way: a[heads_by(x, way)]),
@@ -254,6 +310,7 @@ ALTERATIONS: dict[str, Alter] = {
     "sink_0_for_all": _option("sinks", lambda x, a, _: np.repeat(a[:1], x.H)),
     "sinks_by_kv_head": _option("sinks", lambda x, a, way: a[heads_by(x, way)]),
     "bias_row_in_first_only": _option("attn_bias", _in_first_row),
+    "bias_counts_from_window": _option("attn_bias", _from_window),
     "sinks_by_head_in_group": _option("sinks", lambda x, a, _: a[_in_group(x)]),
     "sinks_of_first_in_group": _option("sinks", _first_in_group),
     "sink_exponentiated": _option("sinks", lambda x, a, _: np.exp(np.minimum(a, 80))),
@@ -261,6 +318,7 @@ ALTERATIONS: dict[str, Alter] = {
     "lengths_one_too_short": _lengths(lambda x, L, _: L - 1),
     "lengths_rounded_up": _lengths(lambda x, L, page: -(-L // page) * page),
     "lengths_rounded_down": _lengths(lambda x, L, page: L // page * page),
+    "lengths_lose_whole_page": _lengths(lambda x, L, page: np.where(L % page, L, L - page)),
     "lengths_batch_0_for_all": _lengths(lambda x, L, _: L[:1]),
     "lengths_shared": _lengths(lambda x, L, which: getattr(L, which)()),
     "lengths_hide_queries": _hide_queries,

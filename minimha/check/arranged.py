@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from minimha.check import expanded
+from minimha.check.conditions import POSITIONAL
 from minimha.check.problems import Draw, Graded, kept
 from minimha.equations.arrays import FLOAT8, extension
 
@@ -31,7 +32,6 @@ CROSSED = (
     ("is_causal", "window_size", "kv_lengths", "alibi_slopes", "softcap", "groups"),
 )  # fmt: skip
 OVER_SCORES = (("attn_mask",), ("attn_bias",))  # not taken beside packed sequences or pages
-POSITIONAL = {"is_causal", "window_size", "alibi_slopes"}
 PAGES = (4, 16, 32)  # keys of a page
 QUERIES, KEYS = np.array([3, 5, 2]), np.array([7, 6, 9])  # of packed sequences
 IN_PAGES = np.array([41, 53, 34])  # keys of each batch entry

@@ -130,7 +130,7 @@ class Asking:
         if fitting is None:
             return
         taken = self._meet(*fitting)
-        small = [p for p in self.answers if p.family]
+        small = [p for p in self.answers if p.family and p.family != "sized"]
         if self.arranges:
             self._arrange(fitting[0].D)
         if not any(self.is_wrong(p, asks_lse=False) for p in small):
@@ -152,7 +152,7 @@ class Asking:
 
     def _narrow(self) -> None:
         """Find the largest right number of keys, queries or heads, if all larger ones are wrong."""
-        taken = [p for p in sized(self.seed) if self.is_taken(p)]
+        taken = [p for p in list(self.answers) if p.family == "sized" and self.is_taken(p)]
         wrong = [p for p in taken if self.is_wrong(p)]
         shared = set.intersection(*({*p.options} for p in wrong)) if wrong else set()
         alike = [  # graded problems may be large and yet show nothing of this, as with equal keys

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from importlib import import_module
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -42,7 +44,9 @@ class Caller:
 
     ``arrays`` names the library of its arrays, by default the dialect's usual one. If the function
     refuses those, other imported libraries are tried. Only torch's arrays have a ``device``.
-    ``layout`` is the order of the axes of q, k, v and the output.
+    ``layout`` is the order of the axes of q, k, v and the output. A function that speaks minimha
+    but has no parameter ``q_offset`` is asked where its queries stand, and then gets only problems
+    whose queries stand there.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Caller:
         self.layout = layout
         self.function = translation.DIALECTS[speaks].adapted(function)
         self.speaks, self.device = speaks, device
+        self.lacks_offset = speaks == "minimha" and _lacks(function, "q_offset")
         self.dtype = bfloat16("dtype") if dtype == "bfloat16" else np.dtype(dtype)
         if device:
             arrays = arrays or "torch"
@@ -116,11 +121,27 @@ class Caller:
             lse = None  # the second result is not a log-sum-exp
         return self._read(cast, output, lse, faults)
 
+    @cached_property
+    def has_queries_last(self) -> bool:
+        """Whether queries without an offset stand at the last keys, and not at the first ones."""
+        x = {"q": np.zeros((1, 1, 64, 64)), "k": np.zeros((1, 1, 128, 64))}
+        x["v"] = np.broadcast_to(np.arange(128)[:, None] > 8, x["k"].shape).astype(float)
+        for option in ({"is_causal": True}, {"window_size": (1, 1)}):
+            found = self.answer({**x, **option}).output
+            if found is not None and found.shape == x["q"].shape:
+                return not (found[:, :, 0] == 0).all()  # does query 0 see later keys?
+        return True
+
     def _translated(
         self, cast: Mapping[str, Any], wants_lse: bool
     ) -> tuple[list[Array], Mapping[str, Any]]:
         """Return the positional and the keyword arguments of the call."""
         given, keywords = translation.translated(self.speaks, cast, wants_lse=wants_lse)
+        if self.lacks_offset and "q_offset" in keywords:
+            Lq, Lk = (x.shape[2] for x in given[:2])
+            first = Lk - Lq if self.has_queries_last else 0
+            if np.all(np.equal(keywords["q_offset"], first)):
+                keywords = {n: value for n, value in keywords.items() if n != "q_offset"}
         order = [LAYOUT.index(axis) for axis in self.layout]
         return [np.ascontiguousarray(x.transpose(order)) for x in given], keywords
 
@@ -218,6 +239,15 @@ def check_layout(layout: str, speaks: str, *, is_layer: bool = False) -> None:
     if layout != LAYOUT and (is_layer or dialect.kind != "attention" or not dialect.heads_first):
         what = "a layer" if is_layer else f"a function that speaks {speaks}"
         raise ValueError(f"layout is {layout!r}: {what} has a layout of its own")
+
+
+def _lacks(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function cannot be given a keyword argument."""
+    try:
+        found = signature(function).parameters
+    except (TypeError, ValueError):  # of some functions in C, nobody knows
+        return False
+    return name not in found and all(p.kind != Parameter.VAR_KEYWORD for p in found.values())
 
 
 def _check_device(device: str, arrays: str) -> None:

@@ -25,17 +25,24 @@ AXES = {"columns": 3, "heads": 1, "batch entries": 0, "rows": 2, "whole blocks o
 EQUAL_SPLITS = ("keys in equal splits", "keys in at most 8 equal splits")
 STEPS = ("whole steps of columns of Q and K",)
 COLUMNS = ("columns of Q and K", "whole blocks of columns of Q and K")
+MANY = (256, 512, 1024, 2048)
 SPLITS = (
     *(("parts", n) for n in (2, 4, 8, 3)), *(("keys", n) for n in BLOCKS[:6]), ("floors", 2),
-    *(("at most 8", n) for n in (*BLOCKS[:2], 128, 256)),
+    *(("at most 8", n) for n in (*BLOCKS[:2], 128, 256)), *(("keys", n) for n in MANY),
 )  # fmt: skip
 MISREAD = "h // Hkv", "at most Hkv - 1", "reversed", "h >> log2 G", "h >> ceil log2 G"
-WEIGHINGS = "mean", "sums", "all", "2^L", "2^(L - max)", "sums, max", "own maximum"
+WEIGHINGS = (
+    "mean", "sums", "all", "2^L", "2^(L - max)", "sums, max", "own maximum", "L of the largest",
+)  # fmt: skip
 # Rows and keys of a tile.
 TILES = ((64, 64), (128, 128), (32, 32), (128, 64), (64, 32), (64, 128), (16, 16), (64, 16))
+LAST_BLOCKS = tuple((of, n) for of in ("columns", "rows") for n in (64, 128, 32, 16))
 HEADS = ("kv", "v", "k")  # what is indexed: K and V, or one of them
 SCALED = ("kv", "k", "v")  # what is multiplied by scales: K and V, or one of them
-OTHER_HEADS = ("h // G", "h mod Hkv")
+OTHER_HEADS = ("h // G", "h mod Hkv", "(h mod G) · Hkv + h // G", "h mod 16", "h mod 8")
+OTHER_ENTRIES = (
+    "(b · Hkv + h // G) // H", "(b · H + h) // Hkv", "(b · H + h) mod B", "b mod 4", "b mod 2",
+)  # fmt: skip
 ADDED = (
     ("attn_bias", "alibi_slopes", "sinks"), ("attn_bias", "alibi_slopes"), ("attn_bias",),
     ("alibi_slopes",), ("sinks",),
@@ -121,6 +128,8 @@ _ALL = [
          "Replace scores s by c · tanh(s / c)."),
         ("softcap_in_base_2", "The cap is applied to scores that were multiplied by log2(e).",
          "Cap before multiplying by log2(e), or multiply the cap, too."),
+        ("softcap_approximated", "tanh is computed as a quotient that is too coarse.",
+         "Use tanh, or a quotient of higher degree."),
         ("softcap_clips", "Scores are cut off at softcap, without tanh.",
          "Replace scores s by c · tanh(s / c)."),
     ),
@@ -156,8 +165,10 @@ _ALL = [
          "A bias of one row is for all queries.", (64, 128, 32, 16, 1 << 20)),
         ("bias_row_mod_length", "Packed row r reads row r mod Lq of the bias, not r // G.",
          "Index attn_bias by query."),
-        ("bias_last_block_moved", "The bias's last block of columns is read from Lk - block on.",
-         "Read it from the block's own first key.", BLOCKS[:4]),
+        ("bias_last_block_moved", "The bias's last block is read from its end backwards.",
+         "Read it from the block's own first row and key.", LAST_BLOCKS),
+        ("bias_counts_from_window", "The bias's columns count from the first key of the window.",
+         "Index attn_bias by the key's position.", (1, *BLOCKS[:4])),
         ("bias_flattened", "attn_bias is read as if it had a matrix for each entry and head.",
          "Use strides of 0 where it has one entry, or one head."),
     ),
@@ -182,7 +193,8 @@ _ALL = [
          tuple((what, of) for of in ("bfloat16", "float16")
                for what in ("positions", "distances"))),
         ("alibi_signed_distance", "ALiBi's distance has a sign: keys that follow get more.",
-         "The distance of query i and key j is |i + q_offset - j|."),
+         "The distance of query i and key j is |i + q_offset - j|.",
+         ("i + q_offset - j", "Lk - 1 - j", "-j")),
     ),
     *stage("ALiBi's turn", ("alibi_slopes",),
         ("alibi_before_scale", "ALiBi is added before the scores are scaled.",
@@ -210,6 +222,8 @@ _ALL = [
         ("causal_loop_ends_early", "The loop over keys ends at the first row of a tile of rows.",
          "Visit the keys up to the last row's i + q_offset.",
          (*((B, 1) for B in BLOCKS[:6]), (128, 64), (64, 32), (32, 16), (64, 16), (128, 32))),
+        ("causal_loop_rounded_down", "The loop over keys misses the last block, seen in part.",
+         "Visit ceil of the keys up to the last row's i + q_offset, in blocks.", TILES),
         ("causal_loop_one_short", "The loop over keys misses a block that begins at the last row.",
          "Visit the keys up to the last row's i + q_offset, which it sees too.", TILES),
     ),
@@ -263,7 +277,7 @@ _ALL = [
         ("window_right_long", "The window's right side is too long.",
          "Both sides are inclusive: keys up to i + q_offset + right are seen.", (1, 2)),
         ("window_right_ignored", "The window's right side is ignored.",
-         "Hide the keys above i + q_offset + right."),
+         "Hide the keys above i + q_offset + right.", ("always", "if the left side is None")),
     ),
     *stage("where the window stands", ("window_size",),
         ("window_ignores_offset", "The window's position ignores q_offset.",
@@ -278,6 +292,8 @@ _ALL = [
          "Query i stands at key position i + q_offset.", PLACES[2::-1]),
         ("offset_added_twice", "q_offset is added twice.",
          "Query i stands at key position i + q_offset.", PLACES[2::-1]),
+        ("offset_below_0_is_0", "A q_offset below 0 is taken for 0.",
+         "Query i stands at key position i + q_offset, which may be negative.", PLACES[2::-1]),
         ("offset_moved", "Queries stand one key too far to one side.",
          "Query i stands at key position i + q_offset.", (1, -1)),
     ),
@@ -310,8 +326,12 @@ _ALL = [
          "Index the mask by query.", BLOCKS[5::-1]),
         ("mask_row_mod_length", "Packed row r reads row r mod Lq of the mask, not r // G.",
          "Index the mask by query."),
-        ("mask_last_block_moved", "The mask's last block of columns is read from Lk - block on.",
-         "Read it from the block's own first key.", BLOCKS[:4]),
+        ("mask_last_block_moved", "The mask's last block is read from its end backwards.",
+         "Read it from the block's own first row and key.", LAST_BLOCKS),
+        ("mask_bits_misread", "The mask's rows are packed bit by bit, but read in whole bytes.",
+         "Begin each row of bits with a new byte."),
+        ("mask_read_at_corners", "A tile counts as visible if the mask shows its four corners.",
+         "A tile is whole only if the mask shows all of it.", TILES),
         ("mask_flattened", "The mask is read as if it had a matrix for each entry and head.",
          "Use strides of 0 where it has one entry, or one head."),
     ),
@@ -340,6 +360,11 @@ _ALL = [
         ("lengths_rounded_down", "kv_lengths are rounded down to whole pages or blocks.",
          "Visit the last page too, and hide the keys j >= length there.",
          (16, 64, 32, 128, 8, 4, 2)),
+        ("lengths_lose_whole_page", "Of a length in whole pages or blocks, the last one is lost.",
+         "The last page of a length that the page size divides is full, not empty.", BLOCKS[:6]),
+        ("lengths_seen_in_last_block", "Lengths are checked only in the last block of keys.",
+         "Hide the keys j >= length in each block.",
+         tuple((of, n) for of in ("longest", "all keys") for n in BLOCKS[:4])),
         ("lengths_from_left", "Keys before the last ones are hidden, as if padding came first.",
          "Hide the keys j >= length."),
         ("lengths_hide_queries", "kv_lengths hide queries too.", "Compute every row."),
@@ -350,7 +375,7 @@ _ALL = [
         ("lengths_batch_0_for_all", "Batch entry 0's length is used for all.",
          "Use one length for each batch entry."),
         ("lengths_by_head", "Lengths are read by another index than the batch entry's.",
-         "Use the length of batch entry b.", ("(b · Hkv + h // G) // H", "(b · H + h) // Hkv")),
+         "Use the length of batch entry b.", OTHER_ENTRIES),
         ("lengths_shared", "The least or the largest length is used for all.",
          "Use one length for each batch entry.", ("max", "min")),
     ),
@@ -450,6 +475,8 @@ _ALL = [
     *stage("denominator", ALWAYS,
         ("softmax_not_normalised", "Weights are not divided by their sum.",
          "Divide by the sum of a row's exponentials."),
+        ("denominator_of_first_keys", "The denominator sums only the first keys of a row.",
+         "Sum the exponentials of all keys.", (1024, 512, 256, 128, 64, 32, 16)),
         ("denominator_enlarged", "A number is added to the denominator.",
          "Divide by the sum of a row's exponentials alone.", ("exp(-m)", 1.0, 1e-3, 1e-2, 0.1)),
     ),
@@ -470,7 +497,8 @@ _ALL = [
          "Merge by 2^L, or multiply L by ln 2 before.", SPLITS),
         ("parts_merged_wrongly", "Outputs of parts of the keys are not merged by log-sum-exp.",
          "Weigh the output of a part by exp(L - the L of all keys).",
-         tuple((way, split) for way in WEIGHINGS for split in SPLITS)),
+         tuple((way, split) for way in WEIGHINGS for split in SPLITS
+               if not (way == WEIGHINGS[-1] and split[1] == 2))),
     ),
     *stage("maximum", ALWAYS,
         ("softmax_no_maximum", "The row's maximum is not subtracted: exponentials overflow.",
@@ -502,6 +530,11 @@ _ALL = [
          "Visit ceil(Lk / B_c) blocks, and mask the missing keys of the last one.", BLOCKS),
         ("last_block_moved_back", "The last block is moved back to be whole: keys count twice.",
          "Hide the keys that earlier blocks have.", BLOCKS[:6]),
+        ("last_block_read_earlier", "The last block is read from Lk - block on: its keys are lost.",
+         "Read it from the block's own first key.", BLOCKS[:6]),
+        ("values_of_other_block", "A block of keys gets the values of a later block.",
+         "Keep a block of values until its weights have multiplied it.",
+         tuple((n, ahead) for n in BLOCKS[:4] for ahead in (1, 2))),
         ("last_block_zeroed", "Keys and values beyond the last whole block are read as zeros.",
          "Read them, and mask only what is missing.", BLOCKS[:6]),
         ("padding_seen", "Zeros that fill the last block of keys have a weight.",
@@ -532,6 +565,8 @@ _ALL = [
         ("sink_not_in_maximum",
          "The maximum leaves the sink out: exp(sink - maximum) may overflow.",
          "Include the sink in the row's maximum."),
+        ("sink_not_rescaled", "The sink's term is not rescaled at the first block of keys.",
+         "Rescale by exp(m_old - m_new) at the first block too.", (*BLOCKS[:4], 1 << 30)),
         ("sink_unshifted", "exp(sink) is added to a sum of exp(s - maximum).",
          "Subtract the row's maximum from the sink too."),
     ),
@@ -565,12 +600,15 @@ _ALL = [
     *stage("output", ALWAYS,
         ("written_as_far_as_inputs", "Columns beyond D, or rows beyond Lk, are not written.",
          "Write Lq rows of Dv columns.", ("columns", "rows")),
+        ("entries_put_back_wrongly", "Batch entries are sorted by length, but not put back right.",
+         "Put them back by the inverse of the permutation.", ("longest first", "shortest first")),
         ("output_columns_repeat", "Columns beyond a block repeat those of the first block.",
          "Read the values' columns from the block's own first one.", BLOCKS[:4]),
         ("residual_added", "The input is added to the output.", "Return the attention alone."),
         ("only_first_computed", "Only the first columns, keys, rows or heads are computed.",
          "Launch and loop over as many as there are.",
          (*((axis, n) for axis in (*AXES, *COLUMNS, "keys") for n in BLOCKS[:8]),
+          *(("keys", n) for n in MANY),
           *((axis, -n) for axis in (*AXES, COLUMNS[0], "keys") for n in (1, 2)),
           ("keys but the first", 1),
           *((axis, n) for axis in ("keys but a last block of one", *EQUAL_SPLITS, *STEPS)

@@ -15,6 +15,7 @@ OPTIONS = (
     "is_causal", "window_size", "attn_mask", "attn_bias", "kv_lengths", "alibi_slopes", "softcap",
     "sinks", "scale", "return_lse",
 )  # fmt: skip
+POSITIONAL = frozenset({"is_causal", "window_size", "alibi_slopes"})  # where queries stand matters
 NEEDED = ("cu_seqlens_k", "v_scale")  # always given beside another option
 ARRANGED = tuple(name for name in ARRANGING if name not in NEEDED)
 GROUPED = "heads are grouped"
@@ -28,6 +29,7 @@ OPPOSITES = {  # each condition, and the one that holds otherwise, if it has a n
     "1 < Lq < Lk": "",
     "Lq > Lk": "",
     "Lk > 32": "Lk <= 32",
+    "Lk > 128": "",
     "Dv is not D": "Dv is D",
     **{f"{option} is given": f"{option} is not given" for option in OPTIONS},
     **{f"{option} is given": f"{option} is not given" for option in ARRANGED},
@@ -61,7 +63,7 @@ def conditions(arguments: Mapping[str, Any]) -> frozenset[str]:
         return _of_delta(arguments)
     B, H, G, Lq, Lk, D, Dv = sizes(arguments).values()
     shapes = (
-        B > 1, H > 1, G > 1, G == 8, Lq == 1, 1 < Lq < Lk, Lq > Lk, Lk > 32, Dv != D,
+        B > 1, H > 1, G > 1, G == 8, Lq == 1, 1 < Lq < Lk, Lq > Lk, Lk > 32, Lk > 128, Dv != D,
     )  # fmt: skip
     options = (*OPTIONS, *ARRANGED)
     given = [arguments.get(name) is not None and arguments[name] is not False for name in options]

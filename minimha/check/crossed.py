@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.conditions import ARRANGED, GROUPED, OPTIONS, conditions
+from minimha.check.conditions import ARRANGED, GROUPED, OPTIONS, POSITIONAL, conditions
 from minimha.check.prepared import Prepared
 from minimha.check.problems import Draw, Graded, kept
 from minimha.check.wrong_attention import deviate
@@ -38,17 +38,21 @@ FIRST_QUERY = ("at the end", "at the start", "amid the keys")  # where queries s
 OTHERS = ("batch", "many keys", "wide values", "by head", "by entry")
 LONG = "several blocks"  # more keys, and mostly queries, than a block of 128 has
 SWITCHES = (*list(HEADS)[1:], *QUERIES[1:], *FIRST_QUERY, *OTHERS, *OPTIONS)
-POSITIONAL = {"is_causal", "window_size", "alibi_slopes"}
-COMPANIONS = {  # what a switch needs before it changes a problem
-    **{place: {"is_causal", "fewer queries"} for place in FIRST_QUERY},
-    "by head": {"attn_mask", "heads"},
-    "by entry": {"is_causal", "fewer queries", "amid the keys", "batch"},
+COMPANIONS: dict[str, tuple[set[str], ...]] = {  # what a switch needs to change a problem
+    **{place: ({"is_causal", "fewer queries"},) for place in FIRST_QUERY},
+    "by head": ({"attn_mask", "heads"}, {"attn_bias", "heads"}),
+    "by entry": ({"is_causal", "fewer queries", "amid the keys", "batch"},),
+}  # fmt: skip
+AXES = {  # that a function may forget, of an option that has one array for each entry or head
+    f"{of} of {name}": (name, axis)
+    for name in ("attn_mask", "attn_bias") for axis, of in enumerate(("entries", "heads"))
 }  # fmt: skip
 FORGOTTEN = (*OPTIONS, "q_offset", GROUPED)
 MASKING = ("is_causal", "window_size", "kv_lengths", "attn_mask", "Lq", GROUPED, "heads are not")
 CANDIDATES = 600
 TRIES = 16  # rows that may fail to cover a crossing before it counts as one that cannot be covered
 LEAST = 0.02  # share of numbers that must differ
+SHAPE_AGAIN = 1.5  # what a crossing counts in a shape that others have: JAX compiles for each shape
 
 
 @dataclass(frozen=True)
@@ -107,20 +111,22 @@ def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
     if "sinks" in on:
         given["sinks"] = draw.numbers(H) / 2 + np.float32(np.round(np.log2(Lk / 5)))
     if "scale" in on:
-        given["scale"] = float(2.0 ** np.round(np.log2(2.3 / np.sqrt(sizes.D))))
+        given["scale"] = float(np.round(16 * 1.75 / np.sqrt(sizes.D)) / 16)  # not 1, if D > 3
     if "return_lse" in on:
         given["return_lse"] = True
     name = ", ".join(s for s in (LONG, *SWITCHES) if s in on) or "no switch"
     name += "" if sizes == PLAIN else f" (lengths × {sizes.unit}, D = {sizes.D})"
     family, shows = "alone", "one option or shape alone"
-    if on not in alone():
+    if LONG in on:
+        family, shows = "sized", "an option at the sizes of models"
+    elif on not in alone():
         family, shows = "crossed", "whether one option is read beside another, or at a shape"
     return kept(Graded(f"crossed: {name}", given, shows, family=family))
 
 
 def _num_keys(on: Switches, sizes: Sizes) -> int:
     if LONG in on:  # primes, so that no equal parts divide them
-        Lk = 1039 if "one query" in on else 601 if "fewer queries" in on else 133
+        Lk = 4099 if "one query" in on else 2063 if "fewer queries" in on else 133
         return -(-Lk // sizes.unit) * sizes.unit
     if sizes.unit == 1:
         return 41 if "many keys" in on else 10
@@ -168,6 +174,9 @@ def without(arguments: Mapping[str, Any], forgotten: str) -> dict[str, Any]:
         return {**given, "k": given["k"][:, heads], "v": given["v"][:, heads]}
     if forgotten == "q_offset":
         return {**given, "q_offset": 0}
+    if forgotten in AXES:
+        name, axis = AXES[forgotten]
+        return {**given, name: given[name].take([0], axis)}
     given.pop(forgotten)
     return given
 
@@ -193,7 +202,12 @@ def shown(problem: Graded) -> frozenset[str]:
 def present(given: Mapping[str, Any]) -> set[str]:
     """Return the options that a problem has, among those that a function may forget."""
     is_grouped = given["k"].shape[1] != given["q"].shape[1]
-    return {name for name in FORGOTTEN if name in given} | ({GROUPED} if is_grouped else set())
+    axes = {
+        of for of, (name, axis) in AXES.items()
+        if name in given and np.ndim(given[name]) == 4 and np.shape(given[name])[axis] > 1
+    }  # fmt: skip
+    found = {name for name in FORGOTTEN if name in given} | axes
+    return found | ({GROUPED} if is_grouped else set())
 
 
 def crossings(given: Mapping[str, Any], forgotten: Iterable[str]) -> set[Crossing]:
@@ -217,7 +231,8 @@ def crossings(given: Mapping[str, Any], forgotten: Iterable[str]) -> set[Crossin
 
 
 def _is_about(name: str, condition: str) -> bool:
-    return condition.startswith(("H ", "heads ") if name == GROUPED else name)
+    option, _ = AXES.get(name, (name, 0))
+    return condition.startswith(("H ", "heads ") if name == GROUPED else option)
 
 
 @lru_cache(maxsize=32)
@@ -227,17 +242,21 @@ def rows(
 ) -> tuple[Switches, ...]:  # fmt: skip
     """Choose sets of switches whose problems cover all crossings that can be covered.
 
-    ``taken`` are the switches to choose from. No chosen set contains a set in ``excluded``.
+    ``taken`` are the switches to choose from. No chosen set contains a set in ``excluded``. Shapes
+    are few: a function may be compiled for each.
     """
     pool = _candidates(taken, excluded)
-    possible = {
-        on: crossings(given, present(given))
-        for on in pool
-        for given in [crossed(on, sizes, seed).arguments]
-    }
+    given = {on: crossed(on, sizes, seed).arguments for on in (*alone(), *pool)}
+    shapes = {on: tuple(some[name].shape for name in "qkv") for on, some in given.items()}
+    possible = {on: crossings(given[on], present(given[on])) for on in pool}
     tries = dict.fromkeys(set().union(*possible.values()), TRIES)
-    chosen = []
-    while pool and (best := max(pool, key=lambda on: len(possible[on] & tries.keys()))):
+    chosen: list[Switches] = []
+    used = {shapes[on] for on in alone() if on <= taken}
+
+    def gain(on: Switches) -> float:
+        return len(possible[on] & tries.keys()) * (SHAPE_AGAIN if shapes[on] in used else 1)
+
+    while pool and (best := max(pool, key=gain)):
         if not possible[best] & tries.keys():
             break
         pool.remove(best)
@@ -249,6 +268,7 @@ def rows(
                 del tries[crossing]
         if covered:
             chosen.append(best)
+            used.add(shapes[best])
     return tuple(chosen)
 
 
@@ -276,7 +296,7 @@ def long(taken: Switches) -> list[Switches]:
         *({s} for s in OPTIONS), *({s, "one query"} for s in OPTIONS),
         *(among | {s} for s in sorted(POSITIONAL)), {"is_causal", "window_size"},
         {"is_causal", "groups of 4"}, {"groups of 4", "one query"}, {"sinks", "window_size"},
-        {"kv_lengths", "batch"},
+        {"kv_lengths", "batch"}, {"attn_bias", "window_size"}, {"attn_mask", "window_size"},
     ]  # fmt: skip
     return [frozenset(on | {LONG}) for on in sets if on <= taken]
 
@@ -284,4 +304,5 @@ def long(taken: Switches) -> list[Switches]:
 @lru_cache(maxsize=1)
 def alone() -> tuple[Switches, ...]:
     """Return the empty set of switches, and each switch with those that it needs."""
-    return (frozenset(), *(frozenset({s} | COMPANIONS.get(s, set())) for s in SWITCHES))
+    sets = [{s} | more for s in SWITCHES for more in COMPANIONS.get(s, (set(),))]
+    return (frozenset(), *map(frozenset, sets))

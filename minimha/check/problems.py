@@ -294,6 +294,7 @@ def _windows() -> Iterator[Graded]:
         "window on the left, more keys", shows, {"Lq": 4, "Lk": 10}, window_size=(2, None),
         q_offset=3,
     )  # fmt: skip
+    yield _drawn("window on the right", shows, square, window_size=(None, 2))
     shows = "which keys each query sees: V = I"
     yield _drawn("window weights", shows, EIGHT, v=_identity(8), window_size=(2, 1))
 
@@ -409,6 +410,9 @@ def _rows_that_see_nothing() -> Iterator[Graded]:
     square = draw.qkv(H=2, Lq=6, Lk=6)
     shows = "rows that see nothing"
     yield _problem("causal, before the keys", shows, square, is_causal=True, q_offset=-2)
+    few = {"H": 2, "Lq": 6, "Lk": 4}
+    name = "causal, more queries than keys"
+    yield _drawn(name, shows, few, is_causal=True, q_offset=-2)
     yield _problem("window beyond the keys", shows, square, window_size=(1, 0), q_offset=3)
     shows = "the log-sum-exp of rows that see nothing"
     yield _problem(
@@ -474,12 +478,14 @@ def _many_keys() -> Iterator[Graded]:
         yield _problem(name, "blocks of keys", x)
     few, shows = {"Lq": 3, "Lk": MANY}, "where blocks of keys begin and end"
     yield _drawn(f"causal, {MANY} keys", shows, few, is_causal=True, q_offset=298)
-    yield _drawn(f"causal, amid {MANY} keys", shows, few, is_causal=True, q_offset=105)
+    yield _drawn(f"causal, amid {MANY} keys", shows, few, is_causal=True, q_offset=127)
     yield _drawn(f"window, {MANY} keys", shows, few, window_size=(70, 0), q_offset=298)
     slopes = np.array([0.25], np.float32)
     yield _drawn(f"ALiBi, {MANY} keys", shows, few, alibi_slopes=slopes, q_offset=298)
     lengths = np.array([65, 130, 290])
     yield _drawn(f"lengths, {MANY} keys", shows, {"B": 3, **few}, kv_lengths=lengths)
+    shows, whole = "lengths that fill their last page", np.array([64, 128, 48])
+    yield _drawn(f"whole pages, {MANY} keys", shows, {"B": 3, **few}, kv_lengths=whole)
 
 
 def _tiles() -> Iterator[Graded]:
@@ -548,6 +554,7 @@ def _options_together() -> Iterator[Graded]:
         "ALiBi and bias": {"alibi_slopes": slopes, "attn_bias": bias},
         "softcap and ALiBi": {"softcap": 1.5, "alibi_slopes": slopes},
         "sinks and softcap": {"sinks": sinks, "softcap": 1.5},
+        "window and bias": {"window_size": (9, 3), "attn_bias": bias},
     }
     for options, given in pairs.items():
         yield _problem(f"{options}, 64 tokens", "options that meet, in tiles", x, **given)

@@ -369,7 +369,8 @@ class Search:
     def at_sizes(self, hypothesis: Hypothesis) -> list[Hypothesis]:
         """Extend a hypothesis by a deviation that explains what only models' sizes show.
 
-        The deviation may need sizes above the largest right ones. It must explain all answers.
+        The deviation may need a condition, or sizes above the largest right ones, or both. It must
+        explain all answers.
         """
         left = self.contradicted(hypothesis, in_all=True)
         n = min(left, key=lambda n: self.known[n].num_scores)
@@ -381,9 +382,12 @@ class Search:
         for item in (item for items in self.known[n].kinds() for item in items):
             h = hypothesis | {item}
             if self.explains(n, h) and self.left(h, left) == 0:
-                right = [self.known[m].graded for m in self.contradicted(h, in_all=True)]
-                where = (*limits(wrong, right), *sorted(shared)) if right else ()
-                found += [hypothesis | {(*item, frozenset([c]))} for c in where] or [h]
+                right = [self.known[m] for m in self.contradicted(h, in_all=True)]
+                where = [[c] for c in (*limits(wrong, [x.graded for x in right]), *sorted(shared))]
+                for c in sorted(shared):
+                    limit = limits(wrong, [x.graded for x in right if x.holds(c)])
+                    where += [[c, size] for size in limit]
+                found += [hypothesis | {(*item, frozenset(some))} for some in where if right] or [h]
         found = [h for h in found if not self.contradicted(h, in_all=True)]
         found.sort(key=lambda h: (_num_conditions(h), _rank(h)))
         return [h for h in found if _num_conditions(h) == _num_conditions(found[0])]

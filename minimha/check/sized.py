@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from minimha.check.conditions import POSITIONAL
 from minimha.check.problems import Draw, Graded, kept
 
 WIDTHS = ((64, 64), (128, 128), (80, 80), (256, 256), (72, 72), (192, 128), (96, 96))  # D, Dv
@@ -25,6 +26,7 @@ LENGTHS = (
 TAILS = ((130, 130), (190, 190))  # more than one row after the last whole 64 or 128
 SINKS = ((33, 129), (1, 257), (1, 1025), (1, 8209))
 HEADS = ((2, 32, 4), (8, 4, 4), (1, 64, 8))  # B, H, Hkv
+AXES = {"alibi_slopes": 0, "sinks": 0, "attn_bias": 1, "attn_mask": 1}  # of heads, in options
 ALONE = ", entry 0 alone"
 SHOWS = "whether it is right at the sizes of models"
 MAGNITUDES = {  # the spread of queries and keys, and of values, and what is added to values
@@ -62,8 +64,23 @@ def _problems(seed: int) -> Iterator[Graded]:
         yield from (plain, decoding)
         if B > 1:
             yield from map(_alone, (plain, decoding))
+    by_heads, by_entries = _options(rng, 1, 32, 17, 65), _options(rng, 8, 1, 17, 65)
+    for name, array in by_heads.items():
+        yield _problem(rng, (1, 32, 8, 17, 65, 64, 64), "normal", **{name: array}, q_offset=48)
+    for name in ("kv_lengths", "attn_bias", "attn_mask"):
+        yield _problem(rng, (8, 4, 4, 17, 65, 64, 64), "normal", **{name: by_entries[name]})
     for name in ("all equal", "one hot"):
         yield _problem(rng, (1, 2, 2, 65, 65, 64, 64), name)
+
+
+def _options(rng: np.random.Generator, B: int, H: int, Lq: int, Lk: int) -> dict[str, Any]:
+    """Return options with other numbers for each batch entry and head."""
+    bias = rng.standard_normal((B, H, Lq, Lk)).astype(np.float32)
+    found = {"attn_bias": bias, "attn_mask": bias[..., ::-1].copy() > -0.5}
+    if B > 1:
+        return {**found, "kv_lengths": rng.permutation(np.linspace(Lk // 8, Lk, B).astype(int))}
+    slopes, sinks = np.geomspace(1, 2.0**-8, H), np.log(Lk) + rng.standard_normal(H)
+    return {**found, "alibi_slopes": slopes.astype(np.float32), "sinks": sinks.astype(np.float32)}
 
 
 CUT = ("H", "Lk", "Lq")
@@ -75,14 +92,18 @@ def cut(problem: Graded, name: str, size: int) -> Graded:
     if name == "H":
         groups = given["q"].shape[1] // given["k"].shape[1]
         given |= {n: np.repeat(given[n], groups, 1)[:, :size].copy() for n in "kv"}
-        given |= {n: given[n][:size] for n in ("sinks",) if n in given}
+        for n, axis in AXES.items():
+            if n in given and given[n].shape[axis] > 1:
+                given[n] = given[n].take(np.arange(size), axis)
         given["q"] = given["q"][:, :size]
     for n in {"Lk": "kv", "Lq": "q"}.get(name, ""):
         given[n] = given[n][:, :, :size]
     for n in ("attn_bias", "attn_mask"):
         if n in given and name in ("Lk", "Lq"):
             given[n] = given[n][..., :size] if name == "Lk" else given[n][..., :size, :]
-    if "q_offset" in given or "is_causal" in given:
+    if name == "Lk" and "kv_lengths" in given:
+        given["kv_lengths"] = np.minimum(given["kv_lengths"], size)
+    if {"q_offset", *POSITIONAL} & set(given):
         given["q_offset"] = max(given["k"].shape[2] - given["q"].shape[2], 0)
     return replace(problem, name=f"{problem.name}, cut to {name} = {size}", arguments=given)
 
@@ -109,7 +130,7 @@ def _problem(
         given = {n: np.full_like(x, x[0, 0, 0, 0]) for n, x in given.items()}
     if numbers == "one hot":
         given["k"] = 4 * np.eye(D, dtype=np.float32)[rng.integers(D, size=(B, Hkv, Lk))]
-    name += "".join(f", {n}" for n in ("sinks", "attn_bias", "attn_mask") if n in options)
+    name += "".join(f", {n}" for n in (*AXES, "kv_lengths") if n in options)
     if "is_causal" in options and Lk != Lq:
         options["q_offset"] = max(Lk - Lq, 0)
     return Graded(f"{name}; {numbers} numbers", {**given, **options}, SHOWS, family="sized")

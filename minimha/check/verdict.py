@@ -175,7 +175,7 @@ def _best(search: Search) -> list[Hypothesis]:
         return search.at_sizes(found[0]) or found
     starts = dict.fromkeys((found[0], search.with_mild(NONE)))
     tried = [[_needed(search, h) for h in search.conditional(start)] for start in starts]
-    best = min(tried, key=lambda some: len(search.contradicted(some[0], in_all=True)))
+    best = min(tried, key=lambda h: (len(search.contradicted(h[0], in_all=True)), len(h[0])))
     return best if len(search.contradicted(best[0], in_all=True)) < min(left.values()) else found
 
 

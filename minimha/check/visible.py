@@ -75,6 +75,9 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     if "causal_loop_one_short" in d:
         B_r, B_c = d["causal_loop_one_short"]
         seen = seen & (x.j < -(-(_last_row(x, B_r) + first) // B_c) * B_c)
+    if "causal_loop_rounded_down" in d:
+        B_r, B_c = d["causal_loop_rounded_down"]
+        seen = seen & (x.j < ((x.i // B_r + 1) * B_r + first) // B_c * B_c)
     if "causal_loop_ends_early" in d:
         B_r, B_c = d["causal_loop_ends_early"]
         seen = seen & (x.j // B_c <= (x.i // B_r * B_r + first) // B_c)
@@ -96,7 +99,10 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     left += d.get("window_left_long", 0) - d.get("window_left_short", 0)
     right += d.get("window_right_long", 0) - d.get("window_right_short", 0)
     left = UNBOUNDED if "window_left_ignored" in d else left
-    right = UNBOUNDED if "window_right_ignored" in d else right
+    if d.get("window_right_ignored") == "always" or (
+        "window_right_ignored" in d and window[0] is None
+    ):
+        right = UNBOUNDED
     p = rows(x, d, "window") + offset(x, d, "window")
     B_r, B_c = d.get("window_left_in_blocks", (1, 1))
     first = (p - left - x.i % B_r) // B_c * B_c
@@ -129,6 +135,7 @@ def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
         ("offset_batch_0_for_all", x.offset[:1]),
         ("offset_of_0_ignored", _unless_0(x)),
         ("offset_subtracted", -x.offset),
+        ("offset_below_0_is_0", np.maximum(x.offset, 0)),
         ("offset_added_twice", 2 * x.offset),
         ("window_ignores_offset", np.zeros_like(x.offset)),
         ("alibi_ignores_offset", np.zeros_like(x.offset)),
@@ -182,9 +189,16 @@ def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
         if "lengths_by_head" in d:
             b, h = np.arange(x.B)[:, None], np.arange(x.H)
             by_rows = (b * x.Hkv + x.heads) // x.H
-            at = by_rows if d["lengths_by_head"].endswith("// H") else (b * x.H + h) // x.Hkv
-            lengths = lengths[np.minimum(at, x.B - 1), 0]
+            ways = {
+                "(b · Hkv + h // G) // H": by_rows, "(b · H + h) // Hkv": (b * x.H + h) // x.Hkv,
+                "(b · H + h) mod B": (b * x.H + h) % x.B, "b mod 4": b % 4, "b mod 2": b % 2,
+            }  # fmt: skip
+            lengths = lengths[np.minimum(ways[d["lengths_by_head"]], x.B - 1), 0]
         visible = x.j < lengths
+        if "lengths_seen_in_last_block" in d:
+            of, block = d["lengths_seen_in_last_block"]
+            end = int(x.lengths.max()) if of == "longest" else x.Lk
+            visible = visible | (x.j < (end - 1) // block * block)
     B_c = d.get("online_last_block_dropped", 1)
     axis, N = d.get("only_first_computed", ("", 0))
     end = min(x.Lk // B_c * B_c, first_of(x.Lk, N) if axis == "keys" else x.Lk)

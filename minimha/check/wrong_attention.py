@@ -151,6 +151,9 @@ class _Deviation(Scores):
         if sinks is not None:
             starts, _ = visible.parts(self.x, d.get("sink_in_each_part", ("parts", 1)))
             sinks_sum = exp(sinks - (0 if "sink_unshifted" in d else top))
+            if "sink_not_rescaled" in d:
+                first = self.S[..., : d["sink_not_rescaled"]].max(-1, keepdims=True)
+                sinks_sum = exp(np.maximum(sinks, first) - top)
             total = plain + len(starts) * (sinks if "sink_not_exponentiated" in d else sinks_sum)
         if unseen is not None:
             total = total + unseen * exp(-top)
@@ -211,6 +214,8 @@ class _Deviation(Scores):
         return stale[0], stale[1]
 
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
+        if "denominator_of_first_keys" in self.d:
+            terms = np.where(self.x.j < self.d["denominator_of_first_keys"], terms, 0)
         for name, bits in (("sum_in_float16", 11), ("sum_in_bfloat16", 8)):
             if name in self.d:
                 self.loosen(2.0**-bits * min(self.x.Lk, 16))
@@ -317,8 +322,10 @@ class _Deviation(Scores):
             L = np.where(self.has_score.any(-1, keepdims=True), L, d["lse_of_sink_alone"])
         if "lse_base_2" in d:
             L = L / np.log(2)
-        if "lse_of_largest_part" in d and self.x.problem.sinks is None:
-            L = self.sums_of_parts(d["lse_of_largest_part"])[1].max(-1, keepdims=True)
+        if "lse_of_largest_part" in d:
+            self.largest = self.sums_of_parts(d["lse_of_largest_part"])[1].max(-1, keepdims=True)
+        if self.largest is not None and self.x.problem.sinks is None:
+            L = self.largest
         if "lse_rows_permuted" in d and not self.is_shared:
             B, H, Lq = self.x.shape[:3]
             packed = np.broadcast_to(L, (B, H, Lq, 1)).reshape(B, self.x.Hkv, Lq, -1)
@@ -432,8 +439,17 @@ class _Deviation(Scores):
             arrays = [confused(np.broadcast_to(a, self.O.shape), way) for a in arrays]
             is_free = confused(is_free, way)
         if "output_columns_repeat" in self.d:
-            columns = np.arange(self.x.Dv) % self.d["output_columns_repeat"]
+            columns = np.arange(self.O.shape[-1]) % self.d["output_columns_repeat"]
             arrays, is_free = [a[..., columns] for a in arrays], is_free[..., columns]
+        if "entries_put_back_wrongly" in self.d and self.x.given.get("kv_lengths") is not None:
+            is_longest_first = self.d["entries_put_back_wrongly"] == "longest first"
+            lengths = self.x.lengths.ravel() * (-1 if is_longest_first else 1)
+            order = np.argsort(lengths, kind="stable")
+            order = order[order]
+            arrays = [np.broadcast_to(a, self.O.shape)[order] for a in arrays]
+            is_free, self.L = is_free[order], self.L[order]
+            self.lse_bound = np.broadcast_to(self.lse_bound, self.L.shape)[order]
+            self.is_lse_free = np.broadcast_to(self.is_lse_free, self.L.shape)[order]
         output, bound, *others = arrays
         if "residual_added" in self.d:
             if self.q.shape != output.shape:

@@ -49,6 +49,7 @@ class Scores:
         self.is_free = np.zeros(self.x.shape[:3], bool)
         self.is_lse_free = np.zeros(self.x.shape[:3], bool)
         self.factor: Array | float = 1.0  # of all weights
+        self.largest: Array | None = None  # log-sum-exp of a part, which is returned as that of all
 
     def multiply(self) -> None:
         """Set the products S, the sums of their magnitudes, and the values of each query head."""
@@ -156,7 +157,9 @@ class Scores:
 
         ``way`` names the factor, and ``split`` the parts, as in ``visible.parts``.
         """
-        _, part = visible.parts(self.x, split)
+        starts, part = visible.parts(self.x, split)
+        if len(starts) == 1:
+            return
         top, L = self.sums_of_parts(split)
         most = np.maximum.accumulate(top, -1)
         top = np.where(np.isneginf(top), 0, top)
@@ -165,12 +168,16 @@ class Scores:
             "lse": L * (1 / ln2 - 1), "mean": -L, "all": -L, "sums": -top, "2^L": L * (ln2 - 1),
             "2^(L - max)": (L - L.max(-1, keepdims=True)) * (ln2 - 1),
             "sums, max": most[..., -1:] - top, "own maximum": most - top,
+            "L of the largest": _lost_in_turn(L),
         }[way]  # fmt: skip
         self.S = np.where(self.has_score, self.S + more[..., part], -np.inf)
         self.delta = self.delta + np.where(self.has_score, self.delta, 0).max(-1, keepdims=True)
         if way == "all":  # of a part without keys, the mean holds zeros
             self.factor = np.mean(~np.isneginf(L), axis=-1, keepdims=True)
-        self.is_lse_free = self.is_lse_free | (way != "lse")
+        if way == "L of the largest":
+            self.largest = L.max(-1, keepdims=True)
+        else:
+            self.is_lse_free = self.is_lse_free | (way != "lse")
 
     def scale_used(self) -> float:
         x, d = self.x, self.d
@@ -209,6 +216,9 @@ class Scores:
         divisor = 1 if "softcap_not_divided" in self.d else cap
         if "softcap_clips" in self.d:
             self.S = np.clip(self.S, -cap, cap)
+        elif "softcap_approximated" in self.d:  # a common quotient
+            x = np.clip(self.S / divisor, -3, 3)
+            self.S = factor * x * (27 + x**2) / (27 + 9 * x**2)
         else:
             self.S = factor * np.tanh(self.S / divisor)
         self.delta = np.minimum(self.delta, 2 * cap) * (factor / divisor)
@@ -248,7 +258,10 @@ class Scores:
         if "alibi_from_window" in d and x.given.get("window_size") is not None:
             left, block = x.given["window_size"][0], d["alibi_from_window"]
             j = j - (0 if left is None else np.maximum(p - left, 0) // block * block)
-        distance = p - j if "alibi_signed_distance" in d else abs(p - j)
+        signed = {"i + q_offset - j": p - j, "Lk - 1 - j": x.Lk - 1 - j, "-j": -j}
+        distance = (
+            signed[d["alibi_signed_distance"]] if "alibi_signed_distance" in d else abs(p - j)
+        )
         if what == "distances":
             distance = rounded(distance, *FORMATS[dtype])
         slopes = slopes.astype(np.float64)[:, None, None]
@@ -304,6 +317,18 @@ class Scores:
         self.visible = np.broadcast_to(hard & softly, self.x.shape) & ~np.isneginf(self.unhidden)
 
     # Softmax.
+
+
+def _lost_in_turn(L: Array) -> Array:
+    """Return what parts' log-sum-exp lack if they are merged in turn, and the larger is kept."""
+    more, merged = np.zeros_like(L), L[..., 0]
+    for n in range(1, L.shape[-1]):
+        total = np.logaddexp(merged, L[..., n])
+        kept = np.maximum(merged, L[..., n])
+        lost = np.where(np.isneginf(total), 0, kept - total)
+        more[..., : n + 1] += lost[..., None]
+        merged = kept
+    return more - more[..., -1:]
 
 
 def scales_of_keys(x: Prepared) -> Array:

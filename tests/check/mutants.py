@@ -17,6 +17,7 @@ ROUNDED_BY = {  # deviations that come to rounding in the dtype itself, which is
     "float16": {"inputs_in_tf32", "inputs_in_float16", "weights_in_float16"},
     "bfloat16": {
         "inputs_in_bfloat16", "inputs_in_tf32", "inputs_in_float16", "weights_in_bfloat16",
+        "softcap_approximated",
     },
 }  # fmt: skip
 
