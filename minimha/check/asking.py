@@ -223,12 +223,15 @@ class Asking:
         taken = frozenset(s for s in SWITCHES for on in singles if s in on)
         excluded: set[Switches] = set()
         num_shrunk = 0
+        answered: list[Switches] = []
         for _ in range(ROUNDS):
             before = len(excluded)
-            for on in rows(taken, some, self.seed, frozenset(excluded)):
+            for on in rows(taken, some, self.seed, frozenset(excluded), tuple(answered)):
                 if not self.is_taken(problem(on)):
                     excluded.add(smallest(on, lambda some: not self.is_taken(problem(some))))
-                elif self.is_wrong(problem(on)) and not any(few <= on for few in wrong):
+                    continue
+                answered.append(on)
+                if self.is_wrong(problem(on)) and not any(few <= on for few in wrong):
                     num_shrunk += 1
                     if num_shrunk <= MOST_SHRUNK:
                         few = smallest(on, lambda some: self.is_wrong(problem(some)))

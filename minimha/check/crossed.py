@@ -238,26 +238,28 @@ def _is_about(name: str, condition: str) -> bool:
 @lru_cache(maxsize=32)
 def rows(
     taken: Switches, sizes: Sizes = PLAIN, seed: int = 0,
-    excluded: frozenset[Switches] = frozenset(),
+    excluded: frozenset[Switches] = frozenset(), asked: tuple[Switches, ...] = (),
 ) -> tuple[Switches, ...]:  # fmt: skip
     """Choose sets of switches whose problems cover all crossings that can be covered.
 
-    ``taken`` are the switches to choose from. No chosen set contains a set in ``excluded``. Shapes
-    are few: a function may be compiled for each.
+    ``taken`` are the switches to choose from. No chosen set contains a set in ``excluded``. Those in
+    ``asked`` are not chosen again: what they cover is covered. Shapes are few: a function may be
+    compiled for each.
     """
-    pool = _candidates(taken, excluded)
+    pool = [*dict.fromkeys((*asked, *_candidates(taken, excluded)))]
     given = {on: crossed(on, sizes, seed).arguments for on in (*alone(), *pool)}
     shapes = {on: tuple(some[name].shape for name in "qkv") for on, some in given.items()}
     possible = {on: crossings(given[on], present(given[on])) for on in pool}
     tries = dict.fromkeys(set().union(*possible.values()), TRIES)
     chosen: list[Switches] = []
-    used = {shapes[on] for on in alone() if on <= taken}
+    used = {shapes[on] for on in (*alone(), *asked) if on <= taken}
+    first = iter(asked)
 
     def gain(on: Switches) -> float:
         return len(possible[on] & tries.keys()) * (SHAPE_AGAIN if shapes[on] in used else 1)
 
-    while pool and (best := max(pool, key=gain)):
-        if not possible[best] & tries.keys():
+    while pool and (best := next(first, None) or max(pool, key=gain)):
+        if best not in asked and not possible[best] & tries.keys():
             break
         pool.remove(best)
         problem = crossed(best, sizes, seed)
@@ -266,7 +268,7 @@ def rows(
             tries[crossing] -= 1
             if crossing in covered or not tries[crossing]:
                 del tries[crossing]
-        if covered:
+        if covered and best not in asked:
             chosen.append(best)
             used.add(shapes[best])
     return tuple(chosen)
