@@ -46,11 +46,13 @@ class Fit:
 
 
 def compare(
-    answer: Answer, prediction: Deviated | None, asks_lse: bool, rounded_to: str | None = None
-) -> Fit:
+    answer: Answer, prediction: Deviated | None, asks_lse: bool, rounded_to: str | None = None,
+    *, measures: bool = True,
+) -> Fit:  # fmt: skip
     """Compare an answer with a prediction, within the bounds of rounding.
 
-    ``rounded_to`` is the format to which the output was rounded, if coarser than its dtype.
+    ``rounded_to`` is the format to which the output was rounded, if coarser than its dtype. Unless
+    it ``measures``, the fit has no error and no bound.
     """
     if prediction is None or answer.output is None:
         return Fit(False)
@@ -68,15 +70,20 @@ def compare(
             near |= _near(got, other, bound)
         if rounded_to is not None:  # numbers beyond its range became infinite
             near |= np.isinf(got) & (got == rounded(p.output, bits, exponent))
-        wrong, error = [(~near, p.is_free)], _distance(got, p.output)
+        wrong = [(~near, p.is_free)]
         if asks_lse and answer.lse is not None:
             L = np.asarray(answer.lse, np.float64)
             if L.shape != p.lse.shape:
                 return Fit(False)
             wrong.append((~(_near(L, p.lse, p.lse_bound) | p.is_lse_free), p.is_lse_free))
-            error = max(error, _distance(L, p.lse))
+        is_explained = not any(where.any() for where, _ in wrong)
+        if not measures:
+            return Fit(is_explained, tuple(wrong))
+        error = _distance(got, p.output)
+        if len(wrong) > 1:
+            error = max(error, _distance(np.asarray(answer.lse, np.float64), p.lse))
     largest = float(np.nan_to_num(p.bound).max(initial=0))
-    return Fit(not any(where.any() for where, _ in wrong), tuple(wrong), error, largest)
+    return Fit(is_explained, tuple(wrong), error, largest)
 
 
 def _near(got: Array, wanted: Array, bound: Array) -> Array:

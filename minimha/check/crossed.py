@@ -242,9 +242,9 @@ def rows(
 ) -> tuple[Switches, ...]:  # fmt: skip
     """Choose sets of switches whose problems cover all crossings that can be covered.
 
-    ``taken`` are the switches to choose from. No chosen set contains a set in ``excluded``. Those in
-    ``asked`` are not chosen again: what they cover is covered. Shapes are few: a function may be
-    compiled for each.
+    ``taken`` are the switches to choose from. No chosen set contains a set in ``excluded``. Sets
+    in ``asked`` are not chosen again: what they cover is covered. Shapes are few, as a function may
+    be compiled for each.
     """
     pool = [*dict.fromkeys((*asked, *_candidates(taken, excluded)))]
     given = {on: crossed(on, sizes, seed).arguments for on in (*alone(), *pool)}

@@ -67,7 +67,7 @@ SHARE = 0.5  # the least share of wrong answers that a named set must explain
 NEARLY_ALL = 0.95  # the least share of all answers, for a set with lost precision
 MOST_CONDITIONAL = 3  # deviations under conditions that one function may have
 FEW_SCORES = 1 << 17  # scores of a problem whose arrays are kept
-MOST_FITS = 20_000  # no new set is tried after this many comparisons
+MOST_FITS = 10_000  # no new set is tried after this many comparisons
 NONE: Hypothesis = frozenset()
 
 
@@ -264,7 +264,9 @@ class Search:
         key = n, x.relevant(hypothesis)
         if key not in self._fits:
             prediction = x.predicted(key[1])
-            self._fits[key] = compare(self.answers[n], prediction, x.asks_lse, self.rounded_to)
+            self._fits[key] = compare(
+                self.answers[n], prediction, x.asks_lse, self.rounded_to, measures=not key[1]
+            )
         return self._fits[key]
 
     def contradicted(self, hypothesis: Hypothesis, *, in_all: bool = False) -> list[int]:

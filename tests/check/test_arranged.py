@@ -7,10 +7,13 @@ import pytest
 import minimha
 from minimha.check.answer import Answer
 from minimha.check.arranged import arranged
+from minimha.check.calling import Caller, arguments_of
 from minimha.check.compared import compare
 from minimha.check.expanded import ARRANGING, expanded
 from minimha.check.page import as_text
+from minimha.check.problems import graded
 from minimha.check.search import NONE, known
+from minimha.check.verdict import judge
 
 SEED = 5
 
@@ -256,10 +259,12 @@ def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, *
     ],
 )
 def test_a_bug_that_only_these_options_show_is_named(kernel, named, where):
-    report = minimha.check(kernel, seed=SEED)
-    assert (report.verdict, report.deviations) == ("wrong", (named,)), str(report)
-    assert report.findings.conditions.get(named, "") == where
-    assert report.explains[0] == report.explains[1]
+    problems = [*graded("float32"), *arranged(SEED)]
+    caller = Caller(kernel, "minimha", "float32")
+    found = judge(problems, [caller.answer(arguments_of(problem)) for problem in problems])
+    assert (found.verdict, found.deviations) == ("wrong", (named,)), found.readings
+    assert found.conditions.get(named, "") == where
+    assert found.explains[0] == found.explains[1]
 
 
 def test_what_was_not_asked_is_in_the_report():
