@@ -76,7 +76,8 @@ def check(
         this process, without limits.
     speaks : str, default "minimha"
         The library whose conventions the function follows. "minimha" calls it as
-        ``minimha.attention``. "torch", "flex_attention", "flash_attention",
+        ``minimha.attention``; if it has no parameter ``q_offset``, it gets only problems whose
+        queries stand where it puts them, at the first or at the last keys. "torch", "flex_attention", "flash_attention",
         "flash_attention_varlen", "flash_attention_paged", "transformers", "jax", "keras" and "onnx"
         use that library's layout, arguments and masks. "gated_delta_rule" calls it as
         ``minimha.gated_delta_rule``, and "fla" as flash-linear-attention and transformers call
