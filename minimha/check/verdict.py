@@ -133,8 +133,7 @@ def judge(
 def _not_computed(taken: Sequence[Result]) -> str | None:
     """The deviation of a function that answers without its inputs; None if it has neither."""
     outputs = [r.answer.output for r in taken if r.answer.output is not None]
-    numbers = {np.unique(output).tobytes() for output in outputs}
-    if len(outputs) > 1 and len(numbers) == 1 and np.unique(outputs[0]).size == 1:
+    if len(outputs) > 1 and all(_is_constant(o, outputs[0].flat[0]) for o in outputs):
         return "answer_constant"
     earlier: dict[Any, list[Result]] = {}
     wrong = cached = 0
@@ -146,6 +145,10 @@ def _not_computed(taken: Sequence[Result]) -> str | None:
             cached += np.ptp(output) > 0 and any(_inputs_differ(result, r) for r in same)
         same.append(result)
     return "answer_cached" if cached > 1 and cached >= wrong / 2 else None
+
+
+def _is_constant(output: Any, number: float) -> bool:
+    return bool((np.isnan(output) if np.isnan(number) else output == number).all())
 
 
 def _inputs_differ(a: Result, b: Result) -> bool:
