@@ -77,11 +77,11 @@ def check(
     speaks : str, default "minimha"
         The library whose conventions the function follows. "minimha" calls it as
         ``minimha.attention``; if it has no parameter ``q_offset``, it gets only problems whose
-        queries stand where it puts them, at the first or at the last keys. "torch", "flex_attention", "flash_attention",
-        "flash_attention_varlen", "flash_attention_paged", "transformers", "jax", "keras" and "onnx"
-        use that library's layout, arguments and masks. "gated_delta_rule" calls it as
-        ``minimha.gated_delta_rule``, and "fla" as flash-linear-attention and transformers call
-        theirs.
+        queries stand where it puts them, at the first or at the last keys. "torch",
+        "flex_attention", "flash_attention", "flash_attention_varlen", "flash_attention_paged",
+        "transformers", "jax", "keras" and "onnx" use that library's layout, arguments and masks.
+        "gated_delta_rule" calls it as ``minimha.gated_delta_rule``, and "fla" as
+        flash-linear-attention and transformers call theirs.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
         The dtype of queries, keys and values.
     is_layer : bool, default False
