@@ -190,6 +190,13 @@ def _in_whole_bytes(x: Prepared, mask: Array, _: Any) -> Array:
     return np.asarray(bits.reshape(*mask.shape[:-1], stride)[..., : x.Lk])
 
 
+def _rows_apart(x: Prepared, mask: Array, _: Any) -> Array:
+    """Read a flat mask whose rows begin Lq numbers apart."""
+    mask = np.broadcast_to(mask, (*mask.shape[:-2], x.Lq, x.Lk))
+    at = np.minimum(np.arange(x.Lq)[:, None] * x.Lq + np.arange(x.Lk), x.Lq * x.Lk - 1)
+    return np.asarray(mask.reshape(*mask.shape[:-2], -1)[..., at])
+
+
 def _at_corners(x: Prepared, mask: Array, tile: tuple[int, int]) -> Array:
     """Show a whole tile if the mask shows its four corners."""
     mask = np.broadcast_to(mask, (*mask.shape[:-2], x.Lq, x.Lk))
@@ -302,6 +309,7 @@ ALTERATIONS: dict[str, Alter] = {
     **_axes("mask"),
     **_axes("bias"),
     "mask_bits_misread": _option("attn_mask", _in_whole_bytes),
+    "mask_stride_of_queries": _option("attn_mask", _rows_apart),
     "mask_read_at_corners": _option("attn_mask", _at_corners),
     "mask_inverted": _option("attn_mask", lambda x, a, _: ~a),
     "alibi_slope_0_for_all": _option("alibi_slopes", lambda x, a, _: a[0 * a.astype(int)]),

@@ -480,6 +480,9 @@ def _many_keys() -> Iterator[Graded]:
     yield _drawn(f"causal, {MANY} keys", shows, few, is_causal=True, q_offset=298)
     yield _drawn(f"causal, amid {MANY} keys", shows, few, is_causal=True, q_offset=127)
     yield _drawn(f"window, {MANY} keys", shows, few, window_size=(70, 0), q_offset=298)
+    each = {"B": 3, **few}
+    name, offsets = f"causal, an offset for each entry, {MANY} keys", np.array([40, 298, 150])
+    yield _drawn(name, shows, each, is_causal=True, q_offset=offsets)
     slopes = np.array([0.25], np.float32)
     yield _drawn(f"ALiBi, {MANY} keys", shows, few, alibi_slopes=slopes, q_offset=298)
     lengths = np.array([65, 130, 290])

@@ -31,9 +31,13 @@ def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[An
 
     ``split`` is ("parts", 4) for 4 parts, of which the last may be shorter, ("floors", 4) for 4
     parts, of which the last may be longer, or ("keys", 64) for parts of 64 keys. ("at most 8", 64)
-    is as many equal parts as there are blocks of 64 keys, up to 8.
+    is as many equal parts as there are blocks of 64 keys, up to 8. ("first", 64) is the first 64
+    keys, and the rest.
     """
     kind, n = split
+    if kind == "first":
+        starts = x.j[::n][:2]
+        return starts, np.minimum(x.j // n, len(starts) - 1)
     if kind == "at most 8":
         kind, n = "parts", min(-(-x.Lk // n), 8)
     size = {"parts": -(-x.Lk // n), "floors": max(x.Lk // n, 1)}.get(kind, n)
@@ -75,6 +79,12 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     if "causal_loop_one_short" in d:
         B_r, B_c = d["causal_loop_one_short"]
         seen = seen & (x.j < -(-(_last_row(x, B_r) + first) // B_c) * B_c)
+    if "causal_loop_of_entry_0" in d:
+        size = d["causal_loop_of_entry_0"]
+        seen = seen & (x.j < -(-(_last_row(x, size) + 1 + first[:1]) // size) * size)
+    if "causal_loop_packed_short" in d:
+        size, G = d["causal_loop_packed_short"], x.H // x.Hkv
+        seen = seen & (x.j < (packed_rows(x) // size + 1) * size // G + first)
     if "causal_loop_rounded_down" in d:
         B_r, B_c = d["causal_loop_rounded_down"]
         seen = seen & (x.j < ((x.i // B_r + 1) * B_r + first) // B_c * B_c)

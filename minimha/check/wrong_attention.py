@@ -34,6 +34,7 @@ Array = NDArray[Any]
 
 OVERFLOW = {"float32": 88.0, "float64": 709.0}  # exp of a larger number is infinite
 MOST_ADDED = 1 << 20  # products that are added up in few bits
+TOLERATED = 8 * np.log(2)  # growth of a maximum that lazy kernels leave alone
 UNDERFLOW = -746.0  # exp of a smaller number is 0, even in float64
 
 MAXIMA = {
@@ -200,6 +201,8 @@ class _Deviation(Scores):
         ``last`` is the factor by which a sink, added at the end, shrinks both.
         """
         blocks = self.d.get("online_output_not_rescaled"), self.d.get("online_sum_not_rescaled")
+        if "rescaling_skipped" in self.d:
+            return self.rescaled_lazily(E, *self.d["rescaling_skipped"])
         if blocks == (None, None):
             return E, E
         stale = []
@@ -212,6 +215,29 @@ class _Deviation(Scores):
             running = running[..., ends]
             stale.append(np.where(np.isneginf(running), 0, exp(self.S - running) * last))
         return stale[0], stale[1]
+
+    def rescaled_lazily(self, E: Array, of: str, B_c: int) -> tuple[Array, Array]:
+        """Return what ``online`` does if growth up to ``TOLERATED`` is made up for only in part.
+
+        The output, and the sum if it is one ``of`` them, are not rescaled then, but the maximum
+        grows. If only the output is not rescaled, the maximum stays, and the sum is rescaled.
+        """
+        starts = self.x.j[::B_c]
+        tops = np.maximum.accumulate(np.maximum.reduceat(self.S, starts, axis=-1), -1)
+        base, factors = tops[..., 0], [np.zeros(tops.shape[:-1])]
+        for n in range(1, len(starts)):
+            growth = np.where(np.isneginf(base), np.inf, tops[..., n] - base)
+            is_small = growth <= TOLERATED
+            grown = np.where(is_small, growth, 0)
+            if of == "output":
+                base = np.where(is_small, base, tops[..., n])
+                factors = [f - grown for f in factors]
+            else:
+                base = tops[..., n]
+                factors = [f + grown for f in factors]
+            factors.append(np.zeros(growth.shape))
+        changed = E * np.exp(np.stack(factors, -1))[..., self.x.j // B_c]
+        return (E, changed) if of == "output" else (changed, changed)
 
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
         if "denominator_of_first_keys" in self.d:
@@ -320,6 +346,8 @@ class _Deviation(Scores):
             L = logarithm + top / np.log(2) if is_of_maximum else logarithm / np.log(2) + top
         if "lse_of_sink_alone" in d and self.x.problem.sinks is not None:
             L = np.where(self.has_score.any(-1, keepdims=True), L, d["lse_of_sink_alone"])
+        if "lse_of_unscaled_maximum" in d:
+            L = logarithm + top / (self.scale_used() or 1)
         if "lse_base_2" in d:
             L = L / np.log(2)
         if "lse_of_largest_part" in d:

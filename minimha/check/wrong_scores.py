@@ -299,6 +299,8 @@ class Scores:
             else:
                 hard = hard & is_visible
         self.unhidden = self.S
+        if fill == "-softcap":
+            fill = -(self.x.given.get("softcap") or np.inf)
         if way.startswith("fill"):
             fill = fill * self.scale_used() if way != "fill" else fill
             self.S = np.where(softly, self.S, fill)
@@ -339,7 +341,7 @@ def scales_of_keys(x: Prepared) -> Array:
     return scales_by_head(x, given, "k")
 
 
-def _softly(name: str, value: Any) -> tuple[str, float, str]:
+def _softly(name: str, value: Any) -> tuple[str, Any, str]:
     """The kind of keys that are hidden without -inf, their fill, and how it is applied."""
     if name == "hidden_after_softmax":
         return value, 0.0, "after"
