@@ -256,9 +256,15 @@ class KVCache(CausalCache):
         for view in (k, v):
             view.flags.writeable = False  # so that a tap cannot change the cache
         first = self._base + slots.start
+        offset: Any = self._chunk[0] - first
+        lengths: Any = self._lengths - first
+        if (lengths == k.shape[2]).all():
+            lengths = None
+        if len(offset) == 1 or (offset == offset[0]).all():
+            offset = int(offset[0])  # a number, with which attention need not plan each layer anew
         return k, v, {
             "window_size": None if self.window is None else (self.window - 1, 0),
-            "q_offset": self._chunk[0] - first, "kv_lengths": self._lengths - first,
+            "q_offset": offset, "kv_lengths": lengths,
             **dict(zip(SCALES.values(), scales, strict=False)),
         }  # fmt: skip
 
