@@ -200,6 +200,15 @@ class Asking:
     def _takes(self, some: Sizes, needed: Switches) -> bool:
         return self.is_taken(crossed(needed, some, self.seed))
 
+    def _place(self, some: Sizes, needed: Switches) -> Switches:
+        """Return the switch of the first keys if fewer queries than keys must stand there."""
+        first = frozenset({FIRST_QUERY[1]})
+        for option in ("is_causal", "window_size"):
+            on = needed | {option, "fewer queries"}
+            if not self._takes(some, on) and self._takes(some, on | first):
+                return first
+        return frozenset()
+
     def is_taken(self, problem: Graded) -> bool:
         """Return whether the function gives any answer to the problem, right or wrong."""
         return self.all([problem])[0].refusal is None
@@ -214,6 +223,7 @@ class Asking:
 
     def _meet(self, some: Sizes, needed: Switches) -> list[Switches]:
         """Ask each switch alone, then rows of those that are taken; return what was taken alone."""
+        needed = needed | self._place(some, needed)
 
         def problem(on: Switches) -> Graded:
             return crossed(on | needed, some, self.seed)
