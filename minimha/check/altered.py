@@ -180,21 +180,14 @@ def _axes(name: str) -> dict[str, Alter]:
     return {f"{name}_{suffix}": whole(change) for suffix, change in changes.items()}
 
 
-def _in_whole_bytes(x: Prepared, mask: Array, _: Any) -> Array:
-    """Read a mask whose rows follow each other as if each began with a new byte."""
-    mask = np.broadcast_to(mask, (*mask.shape[:-2], x.Lq, x.Lk))
-    stride = -(-x.Lk // 8) * 8
-    bits = mask.reshape(*mask.shape[:-2], -1)
-    missing = np.zeros((*mask.shape[:-2], x.Lq * stride - x.Lq * x.Lk), bool)
-    bits = np.concatenate([bits, missing], -1)
-    return np.asarray(bits.reshape(*mask.shape[:-1], stride)[..., : x.Lk])
+def _by_stride(x: Prepared, mask: Array, stride: int, *, repeats_last: bool) -> Array:
+    """Read a flat mask as if its rows began ``stride`` numbers apart.
 
-
-def _rows_apart(x: Prepared, mask: Array, _: Any) -> Array:
-    """Read a flat mask whose rows begin Lq numbers apart."""
-    mask = np.broadcast_to(mask, (*mask.shape[:-2], x.Lq, x.Lk))
-    at = np.minimum(np.arange(x.Lq)[:, None] * x.Lq + np.arange(x.Lk), x.Lq * x.Lk - 1)
-    return np.asarray(mask.reshape(*mask.shape[:-2], -1)[..., at])
+    Beyond its end, the mask repeats its last number, or is False.
+    """
+    flat = np.broadcast_to(mask, (*mask.shape[:-2], x.Lq, x.Lk)).reshape(*mask.shape[:-2], -1)
+    at, last = x.i * stride + x.j, x.Lq * x.Lk - 1
+    return np.asarray(flat[..., np.minimum(at, last)] & ((at <= last) | repeats_last))
 
 
 def _at_corners(x: Prepared, mask: Array, tile: tuple[int, int]) -> Array:
@@ -308,8 +301,12 @@ ALTERATIONS: dict[str, Alter] = {
     "values_of_other_block": _inputs(_of_later_block, "v"),
     **_axes("mask"),
     **_axes("bias"),
-    "mask_bits_misread": _option("attn_mask", _in_whole_bytes),
-    "mask_stride_of_queries": _option("attn_mask", _rows_apart),
+    "mask_bits_misread": _option(
+        "attn_mask", lambda x, a, _: _by_stride(x, a, -(-x.Lk // 8) * 8, repeats_last=False)
+    ),
+    "mask_stride_of_queries": _option(
+        "attn_mask", lambda x, a, _: _by_stride(x, a, x.Lq, repeats_last=True)
+    ),
     "mask_read_at_corners": _option("attn_mask", _at_corners),
     "mask_inverted": _option("attn_mask", lambda x, a, _: ~a),
     "alibi_slope_0_for_all": _option("alibi_slopes", lambda x, a, _: a[0 * a.astype(int)]),

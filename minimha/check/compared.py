@@ -70,18 +70,17 @@ def compare(
             near |= _near(got, other, bound)
         if rounded_to is not None:  # numbers beyond its range became infinite
             near |= np.isinf(got) & (got == rounded(p.output, bits, exponent))
-        wrong = [(~near, p.is_free)]
+        wrong, pairs = [(~near, p.is_free)], [(got, p.output)]
         if asks_lse and answer.lse is not None:
             L = np.asarray(answer.lse, np.float64)
             if L.shape != p.lse.shape:
                 return Fit(False)
             wrong.append((~(_near(L, p.lse, p.lse_bound) | p.is_lse_free), p.is_lse_free))
+            pairs.append((L, p.lse))
         is_explained = not any(where.any() for where, _ in wrong)
         if not measures:
             return Fit(is_explained, tuple(wrong))
-        error = _distance(got, p.output)
-        if len(wrong) > 1:
-            error = max(error, _distance(np.asarray(answer.lse, np.float64), p.lse))
+        error = max(_distance(*pair) for pair in pairs)
     largest = float(np.nan_to_num(p.bound).max(initial=0))
     return Fit(is_explained, tuple(wrong), error, largest)
 

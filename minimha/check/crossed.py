@@ -43,7 +43,7 @@ COMPANIONS: dict[str, tuple[set[str], ...]] = {  # what a switch needs to change
     "by head": ({"attn_mask", "heads"}, {"attn_bias", "heads"}),
     "by entry": ({"is_causal", "fewer queries", "amid the keys", "batch"},),
 }  # fmt: skip
-AXES = {  # that a function may forget, of an option that has one array for each entry or head
+OF_AXES = {  # what a function may forget, of an option that has one array for each entry or head
     f"{of} of {name}": (name, axis)
     for name in ("attn_mask", "attn_bias") for axis, of in enumerate(("entries", "heads"))
 }  # fmt: skip
@@ -174,8 +174,8 @@ def without(arguments: Mapping[str, Any], forgotten: str) -> dict[str, Any]:
         return {**given, "k": given["k"][:, heads], "v": given["v"][:, heads]}
     if forgotten == "q_offset":
         return {**given, "q_offset": 0}
-    if forgotten in AXES:
-        name, axis = AXES[forgotten]
+    if forgotten in OF_AXES:
+        name, axis = OF_AXES[forgotten]
         return {**given, name: given[name].take([0], axis)}
     given.pop(forgotten)
     return given
@@ -203,7 +203,7 @@ def present(given: Mapping[str, Any]) -> set[str]:
     """Return the options that a problem has, among those that a function may forget."""
     is_grouped = given["k"].shape[1] != given["q"].shape[1]
     axes = {
-        of for of, (name, axis) in AXES.items()
+        of for of, (name, axis) in OF_AXES.items()
         if name in given and np.ndim(given[name]) == 4 and np.shape(given[name])[axis] > 1
     }  # fmt: skip
     found = {name for name in FORGOTTEN if name in given} | axes
@@ -231,7 +231,7 @@ def crossings(given: Mapping[str, Any], forgotten: Iterable[str]) -> set[Crossin
 
 
 def _is_about(name: str, condition: str) -> bool:
-    option, _ = AXES.get(name, (name, 0))
+    option, _ = OF_AXES.get(name, (name, 0))
     return condition.startswith(("H ", "heads ") if name == GROUPED else option)
 
 
@@ -253,22 +253,25 @@ def rows(
     tries = dict.fromkeys(set().union(*possible.values()), TRIES)
     chosen: list[Switches] = []
     used = {shapes[on] for on in (*alone(), *asked) if on <= taken}
-    first = iter(asked)
+
+    def covers(on: Switches) -> bool:
+        """Count the try, and return whether it covers a crossing that no earlier row covers."""
+        pool.remove(on)
+        problem = crossed(on, sizes, seed)
+        covered = crossings(problem.arguments, shown(problem)) & tries.keys()
+        for crossing in possible[on] & tries.keys():
+            tries[crossing] -= 1
+            if crossing in covered or not tries[crossing]:
+                del tries[crossing]
+        return bool(covered)
 
     def gain(on: Switches) -> float:
         return len(possible[on] & tries.keys()) * (SHAPE_AGAIN if shapes[on] in used else 1)
 
-    while pool and (best := next(first, None) or max(pool, key=gain)):
-        if best not in asked and not possible[best] & tries.keys():
-            break
-        pool.remove(best)
-        problem = crossed(best, sizes, seed)
-        covered = crossings(problem.arguments, shown(problem)) & tries.keys()
-        for crossing in possible[best] & tries.keys():
-            tries[crossing] -= 1
-            if crossing in covered or not tries[crossing]:
-                del tries[crossing]
-        if covered and best not in asked:
+    for on in asked:
+        covers(on)
+    while pool and gain(best := max(pool, key=gain)):
+        if covers(best):
             chosen.append(best)
             used.add(shapes[best])
     return tuple(chosen)

@@ -26,7 +26,7 @@ LENGTHS = (
 TAILS = ((130, 130), (190, 190))  # more than one row after the last whole 64 or 128
 SINKS = ((33, 129), (1, 257), (1, 1025), (1, 8209))
 HEADS = ((2, 32, 4), (8, 4, 4), (1, 64, 8))  # B, H, Hkv
-AXES = {"alibi_slopes": 0, "sinks": 0, "attn_bias": 1, "attn_mask": 1}  # of heads, in options
+AXIS_OF_HEADS = {"alibi_slopes": 0, "sinks": 0, "attn_bias": 1, "attn_mask": 1}
 ALONE = ", entry 0 alone"
 SHOWS = "whether it is right at the sizes of models"
 MAGNITUDES = {  # the spread of queries and keys, and of values, and what is added to values
@@ -92,7 +92,7 @@ def cut(problem: Graded, name: str, size: int) -> Graded:
     if name == "H":
         groups = given["q"].shape[1] // given["k"].shape[1]
         given |= {n: np.repeat(given[n], groups, 1)[:, :size].copy() for n in "kv"}
-        for n, axis in AXES.items():
+        for n, axis in AXIS_OF_HEADS.items():
             if n in given and given[n].shape[axis] > 1:
                 given[n] = given[n].take(np.arange(size), axis)
         given["q"] = given["q"][:, :size]
@@ -130,7 +130,7 @@ def _problem(
         given = {n: np.full_like(x, x[0, 0, 0, 0]) for n, x in given.items()}
     if numbers == "one hot":
         given["k"] = 4 * np.eye(D, dtype=np.float32)[rng.integers(D, size=(B, Hkv, Lk))]
-    name += "".join(f", {n}" for n in (*AXES, "kv_lengths") if n in options)
+    name += "".join(f", {n}" for n in (*AXIS_OF_HEADS, "kv_lengths") if n in options)
     if "is_causal" in options and Lk != Lq:
         options["q_offset"] = max(Lk - Lq, 0)
     return Graded(f"{name}; {numbers} numbers", {**given, **options}, SHOWS, family="sized")

@@ -35,13 +35,10 @@ def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[An
     keys, and the rest.
     """
     kind, n = split
-    if kind == "first":
-        starts = x.j[::n][:2]
-        return starts, np.minimum(x.j // n, len(starts) - 1)
     if kind == "at most 8":
         kind, n = "parts", min(-(-x.Lk // n), 8)
     size = {"parts": -(-x.Lk // n), "floors": max(x.Lk // n, 1)}.get(kind, n)
-    starts = x.j[::size][: n if kind == "floors" else None]
+    starts = x.j[::size][: {"floors": n, "first": 2}.get(kind)]
     return starts, np.minimum(x.j // size, len(starts) - 1)
 
 
@@ -109,10 +106,8 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     left += d.get("window_left_long", 0) - d.get("window_left_short", 0)
     right += d.get("window_right_long", 0) - d.get("window_right_short", 0)
     left = UNBOUNDED if "window_left_ignored" in d else left
-    if d.get("window_right_ignored") == "always" or (
-        "window_right_ignored" in d and window[0] is None
-    ):
-        right = UNBOUNDED
+    is_ignored = {"always": True, "if the left side is None": window[0] is None}
+    right = UNBOUNDED if is_ignored.get(d.get("window_right_ignored", "")) else right
     p = rows(x, d, "window") + offset(x, d, "window")
     B_r, B_c = d.get("window_left_in_blocks", (1, 1))
     first = (p - left - x.i % B_r) // B_c * B_c

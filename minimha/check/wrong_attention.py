@@ -222,22 +222,18 @@ class _Deviation(Scores):
         The output, and the sum if it is one ``of`` them, are not rescaled then, but the maximum
         grows. If only the output is not rescaled, the maximum stays, and the sum is rescaled.
         """
-        starts = self.x.j[::B_c]
-        tops = np.maximum.accumulate(np.maximum.reduceat(self.S, starts, axis=-1), -1)
-        base, factors = tops[..., 0], [np.zeros(tops.shape[:-1])]
-        for n in range(1, len(starts)):
+        stays = of == "output"
+        tops = np.maximum.reduceat(self.S, self.x.j[::B_c], axis=-1)
+        tops = np.maximum.accumulate(tops, -1)
+        base, small = tops[..., 0], np.zeros_like(tops)  # growth that follows each block
+        for n in range(1, tops.shape[-1]):
             growth = np.where(np.isneginf(base), np.inf, tops[..., n] - base)
             is_small = growth <= TOLERATED
-            grown = np.where(is_small, growth, 0)
-            if of == "output":
-                base = np.where(is_small, base, tops[..., n])
-                factors = [f - grown for f in factors]
-            else:
-                base = tops[..., n]
-                factors = [f + grown for f in factors]
-            factors.append(np.zeros(growth.shape))
-        changed = E * np.exp(np.stack(factors, -1))[..., self.x.j // B_c]
-        return (E, changed) if of == "output" else (changed, changed)
+            small[..., n - 1] = np.where(is_small, growth, 0)
+            base = np.where(is_small & stays, base, tops[..., n])
+        later = small[..., ::-1].cumsum(-1)[..., ::-1]
+        changed = E * np.exp(-later if stays else later)[..., self.x.j // B_c]
+        return (E, changed) if stays else (changed, changed)
 
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
         if "denominator_of_first_keys" in self.d:

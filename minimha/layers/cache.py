@@ -260,8 +260,8 @@ class KVCache(CausalCache):
         lengths: Any = self._lengths - first
         if (lengths == k.shape[2]).all():
             lengths = None
-        if len(offset) == 1 or (offset == offset[0]).all():
-            offset = int(offset[0])  # a number, with which attention need not plan each layer anew
+        if (offset == offset[0]).all():  # with numbers, attention finds the plan of another layer
+            offset = int(offset[0])
         return k, v, {
             "window_size": None if self.window is None else (self.window - 1, 0),
             "q_offset": offset, "kv_lengths": lengths,
