@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.tap import Tap, no_tap, safe_tap
-from minimha.layers.linear import product
+from minimha.layers.linear import Joined, product
 
 Array = NDArray[Any]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu_squared"]
@@ -139,18 +140,28 @@ class FeedForward:
         if self.W_gate is None:
             inner = tap("activated", activate(tap("expanded", self._linear("in", x, tap))))
         else:
-            gate = tap("gate_input", self._linear("gate", x, tap))
+            y_gate = y_in = None
+            if tap is no_tap:
+                y_gate, y_in = self._joined.products(x)
+            gate = tap("gate_input", self._linear("gate", x, tap, y_gate))
             if self.limit is not None:
                 gate = tap("gate_limited", np.minimum(gate, x.dtype.type(self.limit)))
             gate = tap("activated", activate(gate))
-            factor = tap("expanded", self._linear("in", x, tap))
+            factor = tap("expanded", self._linear("in", x, tap, y_in))
             if self.limit is not None:
                 factor = np.clip(factor, -self.limit, self.limit) + x.dtype.type(1)
                 factor = tap("expanded_limited", factor)
             inner = tap("gated_product", gate * factor)
         return np.asarray(tap("feed_forward", self._linear("out", inner, tap)))
 
-    def _linear(self, name: str, x: Array, tap: Tap) -> Array:
-        y = product(x, tap(f"W_{name}", getattr(self, f"W_{name}")))
+    @cached_property
+    def _joined(self) -> Joined:
+        assert self.W_gate is not None
+        return Joined(self.W_gate, self.W_in)
+
+    def _linear(self, name: str, x: Array, tap: Tap, y: Array | None = None) -> Array:
+        """Return x W + b; ``y`` is x W, if it is computed already."""
+        if y is None:
+            y = product(x, tap(f"W_{name}", getattr(self, f"W_{name}")))
         bias = getattr(self, f"b_{name}")
         return np.asarray(y if bias is None else y + tap(f"b_{name}", bias))

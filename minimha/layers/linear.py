@@ -48,6 +48,62 @@ def product(x: Array, W: Array | Stored) -> Array:
     return np.reshape(y, (*x.shape[:-1], W.shape[1]))
 
 
+class Joined:
+    """Matrices (rows, columns of each) that multiply the same rows, in few calls of a kernel.
+
+    While decoding, a call costs about as much as reading 1 MB of weights: threads have to wake.
+    """
+
+    def __init__(self, *matrices: Array | Stored) -> None:
+        self.matrices = matrices
+        groups: dict[Any, list[int]] = {}
+        for n, W in enumerate(matrices):
+            groups.setdefault(_kind(W) or n, []).append(n)
+        self._groups = [_Group(tuple(matrices[n] for n in some), some) for some in groups.values()]
+
+    def __reduce__(self) -> tuple[type[Joined], tuple[Array | Stored, ...]]:
+        return Joined, self.matrices  # addresses are those of this process
+
+    def products(self, x: Array) -> list[Array]:
+        """Return the product of x (..., L, rows) and each matrix, as ``product`` does."""
+        rows, found = x.reshape(-1, x.shape[-1]), dict[int, Array]()
+        for group in self._groups:
+            y = group.product(rows)
+            if y is None:
+                each = [product(rows, W.astype(x.dtype, copy=False)) for W in group.matrices]
+            else:
+                each = np.split(y, group.ends, axis=-1)
+            found.update(zip(group.numbers, each, strict=True))
+        return [found[n].reshape(*x.shape[:-1], W.shape[1]) for n, W in enumerate(self.matrices)]
+
+
+class _Group:
+    """Matrices of one kind among those of ``Joined``, at ``numbers`` there."""
+
+    def __init__(self, matrices: tuple[Array | Stored, ...], numbers: list[int]) -> None:
+        self.matrices, self.numbers, self._weights = matrices, numbers, None
+        self.size = sum(W.size for W in matrices)
+        self.ends = np.cumsum([W.shape[1] for W in matrices])[:-1]
+
+    def product(self, rows: Array) -> Array | None:
+        names = {_format(rows, W) for W in self.matrices}
+        name = names.pop()
+        return None if name is None or names else _by_kernel(name, rows, self)
+
+    def of_kernel(self, kernel: Any) -> Any:
+        """Return what a kernel takes for one matrix that has the columns of all."""
+        if self._weights is None:
+            self._weights = kernel.weights_of(*self.matrices)
+        return self._weights
+
+
+def _kind(W: Array | Stored) -> Any:
+    """Return a value that is equal for matrices that a kernel can join, or None."""
+    if not isinstance(W, Stored):
+        return "float32"
+    return (W.format, W.is_rounded) if W.is_transposed and W.scales is None else None
+
+
 def _by_blas(rows: Array, W: Array) -> Array:
     if not W.flags.fnc or not 1 < len(rows) < FEW:
         return np.asarray(rows @ W)
@@ -80,14 +136,14 @@ def _format(rows: Array, W: Array | Stored) -> str | None:
     return "float32" if is_read and len(rows) <= DECODING else None
 
 
-def _by_kernel(name: str, rows: Array, W: Array | Stored) -> Array | None:
+def _by_kernel(name: str, rows: Array, W: Array | Stored | _Group) -> Array | None:
     """Return the product computed by a kernel, or None if preparing it is not worth it yet."""
-    seconds = len(rows) * W.size / READ + (W.size / WIDENED if isinstance(W, Stored) else 0)
+    seconds = len(rows) * W.size / READ + (0 if name == "float32" else W.size / WIDENED)
     kernel: Any = auto.worthwhile(KERNEL, name, seconds, compiling=COMPILING, kind=name)
     if kernel is None:
         return None
     try:
-        return np.asarray(kernel.product(rows, W))
+        return np.asarray(kernel.product(rows, W.of_kernel(kernel) if type(W) is _Group else W))
     except kernel.CompilationFailed as error:
         auto.give_up(error)
         return None

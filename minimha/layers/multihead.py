@@ -264,10 +264,13 @@ class MultiHeadAttention(Projections):
         q, k, v : ndarray of shape (..., H, L, D), (..., Hkv, Lc, D) and (..., Hkv, Lc, Dv)
         """
         tap = safe_tap(tap)
+        y_q = y_k = y_v = None
+        if tap is no_tap and x is key_source is value_source:
+            y_q, y_k, y_v = self._joined.products(x)
         return (
-            self._project("q", x, self.num_heads, tap),
-            self._project("k", key_source, self.num_kv_heads, tap),
-            self._project("v", value_source, self.num_kv_heads, tap),
+            self._project("q", x, self.num_heads, tap, y_q),
+            self._project("k", key_source, self.num_kv_heads, tap, y_k),
+            self._project("v", value_source, self.num_kv_heads, tap, y_v),
         )
 
     def combine(self, heads: Array, x: Array, tap: Tap = no_tap) -> Array:
@@ -328,13 +331,14 @@ class MultiHeadAttention(Projections):
         dtypes = {"x": x.dtype, "context": context.dtype, "the layer": self.dtype}
         return x, context, common_dtype(dtypes)
 
-    def _project(self, name: str, x: Array, heads: int, tap: Tap) -> Array:
-        """Return x W + b, split into heads, (..., heads, L, width)."""
+    def _project(self, name: str, x: Array, heads: int, tap: Tap, y: Array | None) -> Array:
+        """Return x W + b, split into heads, (..., heads, L, width); ``y`` is x W, if computed."""
         W, b = f"W_{name}", f"b_{name}"
-        matrix = self._row(W, x.dtype)
-        if tap is not no_tap:
-            matrix = combined(tap(W, _apart(matrix, heads)))
-        y = product(x, matrix)
+        if y is None:
+            matrix = self._row(W, x.dtype)
+            if tap is not no_tap:
+                matrix = combined(tap(W, _apart(matrix, heads)))
+            y = product(x, matrix)
         if self.bias:
             y = y + tap(b, self._row(b, x.dtype).reshape(heads, -1)).ravel()
         if self._is_combined and heads > 1:

@@ -1,5 +1,6 @@
 """Products of rows and a matrix: the same numbers whichever order BLAS is asked in."""
 
+import pickle
 import sys
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from minimha.equations.stored import Stored
 from minimha.kernels import auto
 from minimha.layers import linear
-from minimha.layers.linear import BLOCK, product
+from minimha.layers.linear import BLOCK, Joined, product
 
 BY_KERNEL = linear._by_kernel  # which tests replace
 
@@ -57,6 +58,9 @@ class Kernel:
 
     def is_stored(self, name):
         return name in self.names
+
+    def weights_of(self, *matrices):
+        return np.concatenate([np.asarray(W) for W in matrices], axis=1)
 
     def product(self, x, W):
         self.calls += 1
@@ -120,3 +124,20 @@ def test_large_float32_matrices_are_multiplied_by_a_ready_kernel_for_a_few_rows(
     product(np.ones((1, 300), np.float32), W)
     product(np.ones((1, 30), np.float32), W[:30, :30].T)
     assert kernel.calls == 1
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_matrices_of_one_kind_are_multiplied_in_one_call(kernel, is_ready, dtype):
+    kernel.ready |= {"float16", "float32"} if is_ready else set()
+    first, second, third = (stored(33, columns, columns) for columns in (57, 5, 20))
+    plain = np.random.default_rng(0).normal(size=(20, 33)).astype(np.float32).T
+    joined = Joined(first[0], plain, second[0], third[0].rounded())
+    x = np.random.default_rng(1).normal(size=(2, 3, 33)).astype(dtype)
+    for matrices in (joined, pickle.loads(pickle.dumps(joined))):
+        got = matrices.products(x)
+        for y, numbers in zip(got, (first[1], plain, second[1], third[1]), strict=True):
+            assert y.dtype == dtype
+            np.testing.assert_allclose(y, x @ numbers, atol=1e-4)
+    # The first and the third in one call, the rounded one alone; the small float32 array by BLAS.
+    assert kernel.calls == (2 * 2 if is_ready and dtype == np.float32 else 0)

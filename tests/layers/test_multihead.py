@@ -445,3 +445,13 @@ def test_layer_norm_of_queries_and_keys_head_by_head_then_clipping(num_kv_heads)
 def test_clipping_needs_a_positive_number():
     with pytest.raises(ValueError, match="clip is 0: expected a positive number, or None"):
         MultiHeadAttention(8, 2, clip=0)
+
+
+def test_a_matrix_assigned_after_a_call_is_used():
+    layer, x = MultiHeadAttention(8, 2, bias=False), np.random.default_rng(0).normal(size=(3, 8))
+    layer(x)
+    for name in ("W_q", "W_k", "W_v"):
+        setattr(layer, name, 2 * getattr(layer, name)[::-1])
+        given = {key: getattr(layer, key) for key in ("W_q", "W_k", "W_v", "W_o")}
+        fresh = MultiHeadAttention.from_combined(**given, num_heads=2)
+        np.testing.assert_array_equal(layer(x), fresh(x))

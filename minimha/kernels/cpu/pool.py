@@ -33,7 +33,7 @@ from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import jit_inline
 from minimha.kernels.cpu.simd.vector import INT
 
-SPIN = 30e-6  # seconds: longer than the gap between two calls, too short to disturb other threads
+SPIN = 100e-6  # seconds: longer than the gap between two calls, too short to disturb other threads
 # The words that caller and helpers share, each on a separate cache line.
 DOOR, BELL, ASLEEP, WAITING, BUSY, NEXT, LIMIT, KERNEL, ARGUMENTS, CPU, ALLOWED, MASK, IDS = (
     n * CACHE_LINE for n in range(13)

@@ -80,7 +80,7 @@ from minimha.kernels.cpu.simd.weights import (
 )
 from minimha.kernels.cpu.threads import get_num_threads
 
-__all__ = ["CompilationFailed", "compile", "is_ready", "is_stored", "product"]
+__all__ = ["CompilationFailed", "compile", "is_ready", "is_stored", "product", "weights_of"]
 Array = NDArray[Any]
 CHUNK = 64  # rows of W in a task
 DEPTH, SHALLOW = 512, 256  # numbers of a row of W in a panel, and in one for the matrix unit
@@ -511,21 +511,47 @@ def is_stored(name: str) -> bool:
 
 
 class Weights(NamedTuple):
-    """Where the stored rows are, how many numbers each has, and whether x multiplies these rows."""
+    """Where the stored rows of one matrix or of several are, and how many numbers each row has.
+
+    Starts of rows count from ``address``. ``held`` keeps the memory alive. If ``is_by_rows``, x
+    multiplies these rows, and otherwise their transpose. Memory delivers rows fastest in the order
+    in which they are stored. If ``starts`` has them in that order and the matrix in another,
+    ``columns_of`` has the number of each of its columns in ``starts``.
+    """
 
     name: str
-    data: NDArray[Any]
+    address: int
     starts: NDArray[np.int64]
     columns: int
-    scales: NDArray[Any] | None = None
-    is_by_rows: bool = False
+    scales: NDArray[Any] | None
+    is_by_rows: bool
+    is_rounded: bool
+    held: Any
+    columns_of: NDArray[np.intp] | None = None
 
 
-def weights_of(W: Stored | Array) -> Weights:
-    """Return the rows of the matrix ``W`` (K, N), stored or float32 by columns."""
+def weights_of(W: Stored | Array, *others: Stored | Array) -> Weights:
+    """Return the rows of the matrix ``W`` (K, N), stored or float32 by columns.
+
+    The rows of ``others`` follow, in the same format and without scales in another array, so that
+    one product computes the columns of all.
+    """
     if isinstance(W, Stored):
-        return Weights(W.format, W.data, W.starts, W.columns, W.scales, not W.is_transposed)
-    return Weights("float32", W, _starts(W.shape[1], W.strides[1]), W.shape[0])
+        first = Weights(
+            W.format, address(W.data), W.starts, W.columns, W.scales, not W.is_transposed,
+            W.is_rounded, W.data,
+        )  # fmt: skip
+    else:
+        starts = _starts(W.shape[1], W.strides[1])
+        first = Weights("float32", address(W), starts, W.shape[0], None, False, False, W)
+    if not others:
+        return first
+    every = [first, *map(weights_of, others)]
+    starts = np.concatenate([each.starts + (each.address - first.address) for each in every])
+    held, stored = [each.held for each in every], np.argsort(starts)
+    if (stored[1:] > stored[:-1]).all():
+        return first._replace(starts=starts, held=held)
+    return first._replace(starts=starts[stored], held=held, columns_of=np.argsort(stored))
 
 
 @lru_cache(64)
@@ -533,13 +559,20 @@ def _starts(rows: int, stride: int) -> NDArray[np.int64]:
     return np.arange(rows, dtype=np.int64) * stride
 
 
-def product(x: Array, W: Stored | Array, has_matrix_unit: bool | None = None) -> Array:
+def product(x: Array, W: Stored | Array | Weights, has_matrix_unit: bool | None = None) -> Array:
     """Return x (n, K), float32, times the matrix ``W`` (K, N), as float32 (n, N)."""
-    weights = weights_of(W)
-    size, is_reduced = UNITS[weights.name][0], isinstance(W, Stored) and W.is_rounded
+    weights = W if isinstance(W, Weights) else weights_of(W)
+    y = _product(x, weights, has_matrix_unit)
+    return y if weights.columns_of is None else y[:, weights.columns_of]
+
+
+def _product(x: Array, weights: Weights, has_matrix_unit: bool | None) -> Array:
+    """Return the product, with columns in the order of ``weights.starts``."""
+    size, is_reduced = UNITS[weights.name][0], weights.is_rounded
     kernel = compile(weights.name)
     n, columns = x.shape
-    y = np.empty((n, W.shape[1]), np.float32)
+    N = weights.columns if weights.is_by_rows else len(weights.starts)
+    y = np.empty((n, N), np.float32)
     if not y.size:
         return y
     if weights.is_by_rows:
@@ -613,7 +646,7 @@ def _run(
     memory = memory_of(room * workers)
     line = array("q", bytes(8 * (AT + 1)))
     line[:COUNTER] = array("q", (
-        address(W.data), 0 if W.scales is None else address(W.scales), address(W.starts),
+        W.address, 0 if W.scales is None else address(W.scales), address(W.starts),
         address(x), address(y), address(memory), room, 0 if shared is None else address(shared),
         y.strides[0], N, K, rows, job, is_reduced, chunk,
     ))  # fmt: skip

@@ -101,6 +101,18 @@ def test_rows_anywhere_at_any_byte(rows):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 100])
+@pytest.mark.parametrize("name", ["Q8_0", "bfloat16", "float32"])
+def test_one_product_has_the_columns_of_several_matrices(name, rows):
+    drawn = [matrix(name, N, 288) for N in (131, 7, 70)]
+    order = RNG.permutation(131)
+    x = RNG.normal(size=(rows, drawn[0][0].columns)).astype(np.float32)
+    for chosen in ([2, 0, 1], [1]):
+        parts = [drawn[0][0].reordered(order).T, *(drawn[n][0].T for n in chosen)]
+        numbers = np.concatenate([drawn[0][1][order], *(drawn[n][1] for n in chosen)])
+        check(weights.product(x, weights.weights_of(*parts)), x.astype(np.float64), numbers)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 100])
 def test_a_float32_array_by_columns(rows):
     W = RNG.normal(size=(131, 100)).astype(np.float32)[:, :97]
     x = RNG.normal(size=(rows, 97)).astype(np.float32)

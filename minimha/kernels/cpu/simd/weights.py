@@ -107,15 +107,15 @@ def _of_bfloat16(builder, address, n):
 
 def _q8_0(builder, address, scales):
     q = [_floats(builder, _words(builder, address, 2 + n, True)) for n in _starts(32)]
-    return [(_half(builder, address, 0), None, q)]
+    return [(V.splat(builder, _half(builder, address, 0)), None, q)]
 
 
 def _of_32(first, bits, has_offset):
     """Return the groups of ggml's formats with 32 numbers of 4 or 5 bits."""
 
     def groups(builder, address, scales):
-        scale, q = _half(builder, address, 0), []
-        offset = _half(builder, address, 2) if has_offset else None
+        scale, q = V.splat(builder, _half(builder, address, 0)), []
+        offset = V.splat(builder, _half(builder, address, 2)) if has_offset else None
         if bits == 5:
             fifth = _load(builder, address, WORD, first - 4)
             fifth = V.splat(builder, builder.bitcast(fifth, FLOAT))
@@ -137,28 +137,41 @@ def _of_32(first, bits, has_offset):
     return groups
 
 
+def _lane(builder, vector, n):
+    """Generate a vector whose lanes all have the number in lane ``n`` of ``vector``."""
+    pick = ir.Constant(ir.VectorType(WORD, WIDTH), [n] * WIDTH)
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), pick)
+
+
+def _scaled_bytes(builder, data, factor, is_signed=False):
+    """Generate the numbers in the bytes of a vector, times the float32 ``factor``."""
+    words = (builder.sext if is_signed else builder.zext)(
+        data, ir.VectorType(WORD, data.type.count)
+    )
+    floats = builder.sitofp(words, ir.VectorType(FLOAT, data.type.count))
+    one = ir.Constant(ir.VectorType(FLOAT, 1), ir.Undefined)
+    one = builder.insert_element(one, factor, WORD(0))
+    pick = ir.Constant(words.type, [0] * data.type.count)
+    return builder.fmul(floats, builder.shuffle_vector(one, one, pick))
+
+
 def _scales_and_minima(builder, address):
-    """Generate the scales and the minima of Q4_K and Q5_K; see ``equations.stored``."""
+    """Generate the eight scales and negative minima of Q4_K and Q5_K; see ``equations.stored``."""
     scale, least = _half(builder, address, 0), _half(builder, address, 2)
     low, mid, high = (_load(builder, address, WORD, at) for at in (4, 8, 12))
 
-    def byte(word, n, mask):
-        return builder.and_(builder.lshr(word, WORD(8 * n)), WORD(mask))
+    def masked(word, shift, mask):  # each of four bytes
+        return builder.and_(builder.lshr(word, WORD(shift)), WORD(mask * 0x01010101))
 
-    pairs = []
-    for n in range(8):
-        if n < 4:
-            both = byte(low, n, 63), byte(mid, n, 63)
-        else:
-            whole, upper = byte(high, n - 4, 255), (low, mid)
-            lower = builder.and_(whole, WORD(15)), builder.lshr(whole, WORD(4))
-            both = [
-                builder.or_(x, builder.lshr(byte(y, n - 4, 0xC0), WORD(2)))
-                for x, y in zip(lower, upper, strict=True)
-            ]
-        d, m = (builder.uitofp(x, FLOAT) for x in both)
-        pairs.append((builder.fmul(scale, d), builder.fneg(builder.fmul(least, m))))
-    return pairs
+    found = []
+    for word, shift, factor in ((low, 0, scale), (mid, 4, builder.fneg(least))):
+        last = builder.shl(masked(word, 6, 3), WORD(4))
+        last = builder.or_(masked(high, shift, 15), last)
+        both = ir.Constant(ir.VectorType(WORD, 2), ir.Undefined)
+        for n, some in enumerate((masked(word, 0, 63), last)):
+            both = builder.insert_element(both, some, WORD(n))
+        found.append(_scaled_bytes(builder, builder.bitcast(both, ir.VectorType(BYTE, 8)), factor))
+    return found
 
 
 def _of_256(has_fifth):
@@ -166,7 +179,7 @@ def _of_256(has_fifth):
 
     def groups(builder, address, scales):
         pairs, found = _scales_and_minima(builder, address), []
-        for n, pair in enumerate(pairs):
+        for n in range(8):
             q = []
             for x in _starts(32):
                 words = _words(builder, address, (48 if has_fifth else 16) + n // 2 * 32 + x)
@@ -176,17 +189,18 @@ def _of_256(has_fifth):
                     own = builder.shl(builder.and_(own, _all(1)), _all(4))
                     words = builder.or_(words, own)
                 q.append(_floats(builder, words))
-            found.append((*pair, q))
+            found.append((*(_lane(builder, each, n) for each in pairs), q))
         return found
 
     return groups
 
 
 def _q6_k(builder, address, scales):
-    scale, found = _half(builder, address, 208), []
+    found = []
+    d = _load(builder, address, ir.VectorType(BYTE, 16), 192)
+    d = _scaled_bytes(builder, d, _half(builder, address, 208), is_signed=True)
     for n in range(16):  # groups of 16 numbers
         half, quarter, first = n // 8, n % 8 // 2, n % 2 * 16
-        d = builder.sitofp(_load(builder, address, BYTE, 192 + n), FLOAT)
         q = []
         for x in _starts(16):
             low = _words(builder, address, 64 * half + quarter % 2 * 32 + first + x)
@@ -195,7 +209,7 @@ def _q6_k(builder, address, scales):
             high = builder.and_(builder.lshr(high, _all(2 * quarter)), _all(3))
             words = builder.or_(low, builder.shl(high, _all(4)))
             q.append(_floats(builder, builder.sub(words, _all(32))))
-        found.append((builder.fmul(scale, d), None, q))
+        found.append((_lane(builder, d, n), None, q))
     return found
 
 
@@ -212,7 +226,7 @@ def _mxfp4(builder, address, scales):
         words = builder.zext(builder.shuffle_vector(some, some, pick), V.integers)
         words = builder.lshr(words, ir.Constant(V.integers, [0, 4] * half))
         q.append(_twice_fp4(builder, words))
-    return [(scale, None, q)]
+    return [(V.splat(builder, scale), None, q)]
 
 
 def _twice_fp4(builder, words):
@@ -256,11 +270,9 @@ def _widened(builder, groups):
     vectors = []
     for scale, offset, q in groups:
         if scale is not None:
-            scale = V.splat(builder, scale)
             if offset is None:
                 q = [builder.fmul(x, scale) for x in q]
             else:
-                offset = V.splat(builder, offset)
                 q = [V.fma(builder, x, scale, offset) for x in q]
         vectors += q
     return vectors
@@ -343,9 +355,8 @@ def row_product(name, queries):
                                 n += 1
                                 turn += not is_late
                             if is_late:
-                                scale = V.splat(builder, group[0])
                                 slot = turn % chains
-                                sums[slot] = V.fma(builder, part, scale, sums[slot])
+                                sums[slot] = V.fma(builder, part, group[0], sums[slot])
                                 turn += 1
                     return sums
 
