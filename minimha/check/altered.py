@@ -80,6 +80,7 @@ def heads_by(x: Prepared, way: str) -> Array:
         "h >> log2 G": np.minimum(h >> (G.bit_length() - 1), x.Hkv - 1),
         "h >> ceil log2 G": h >> (G - 1).bit_length(),
         "(h mod G) · Hkv + h // G": h % G * x.Hkv + h // G, "h mod 16": h % 16, "h mod 8": h % 8,
+        "number of 4 heads, mod Hkv": (h // G * -(-G // 4) + h % G // 4) % x.Hkv,
         "h // Hkv": np.minimum(h // x.Hkv, x.Hkv - 1), "at most Hkv - 1": np.minimum(h, x.Hkv - 1),
     }  # fmt: skip
     return np.asarray(ways[way])
@@ -377,12 +378,23 @@ def _from_first_row(x: Prepared, given: Mapping[str, Any], which: str) -> Mappin
     return {"q_offset": given.get("q_offset", 0) + (starts - keys)[:-1]}
 
 
+def _moved_borders(x: Prepared, given: Mapping[str, Any], more: int) -> Mapping[str, Any]:
+    """Move the borders between packed sequences, of queries and of keys that are as many."""
+    starts = given.get("cu_seqlens_q")
+    if starts is None or not np.array_equal(starts, given.get("cu_seqlens_k", starts)):
+        return {}
+    moved = np.array(starts)
+    moved[1:-1] += more
+    return {name: moved for name in ("cu_seqlens_q", "cu_seqlens_k") if name in given}
+
+
 def _pages(change: Callable[[Array, Any], Any]) -> Alter:
     return _option("block_table", lambda x, table, value: change(table, value))
 
 
 def _reread(x: Prepared, given: Mapping[str, Any], value: tuple[str, int]) -> Mapping[str, Any]:
-    if given.get("block_table") is None or value[1] >= np.shape(given["k"])[2]:
+    way, size = value
+    if given.get("block_table") is None or (way != "tile" and size >= np.shape(given["k"])[2]):
         return {}
     return {READ: value}
 
@@ -521,6 +533,7 @@ ARRANGED: dict[str, Alter] = {
     ),
     "key_indices_count_twice": _counted,
     "sequences_unseparated": _one_sequence,
+    "sequences_begin_wrongly": _moved_borders,
     "packed_positions_from_first_row": _from_first_row,
     "pages_of_entry_0": _pages(lambda table, _: np.repeat(table[:1], len(table), 0)),
     "pages_in_order": _pages(lambda table, _: np.arange(table.size).reshape(table.shape)),

@@ -33,6 +33,7 @@ CROSSED = (
 )  # fmt: skip
 OVER_SCORES = (("attn_mask",), ("attn_bias",))  # not taken beside packed sequences or pages
 PAGES = (4, 16, 32)  # keys of a page
+DECODING, ENDS = "one query", "at the ends"  # of the keys, as where a kernel decodes
 QUERIES, KEYS = np.array([3, 5, 2]), np.array([7, 6, 9])  # of packed sequences
 IN_PAGES = np.array([41, 53, 34])  # keys of each batch entry
 
@@ -78,6 +79,7 @@ def _functions(seed: int, D: int) -> Iterator[Graded]:
             ("the query's position", by[1], (), 2),
             ("other positions in each entry", every, (), np.array([2, 4])),
             ("is_causal, as many keys", every, ("is_causal",), None),
+            (DECODING, every, (DECODING,), 4),
             *((", ".join(on), every, on, 2 if POSITIONAL & {*on} else None) for on in rows),
         ):
             yield _with_function(seed, D, kind, name, function, on, offset)
@@ -91,7 +93,7 @@ def _with_function(
     seed: int, D: int, kind: str, name: str, function: Any, on: tuple[str, ...], offset: Any
 ) -> Graded:
     draw = Draw(f"{kind} {name} {seed}")
-    B, H, Lq, Lk = 2, 4, 9 if offset is None else 5, 9
+    B, H, Lq, Lk = 2, 4, 1 if DECODING in on else 9 if offset is None else 5, 9
     given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, D, Hkv=2 if "groups" in on else H)
     given |= _options(draw, on, H, np.array([6, 8]))
     if "attn_mask" in on:
@@ -123,13 +125,15 @@ def _packed(seed: int, D: int) -> Iterator[Graded]:
             yield _problem(name, "cu_seqlens_q", given)
 
 
-def _pool(draw: Draw, size: int, H: int, Hkv: int, D: int, *, shares: bool) -> dict[str, Any]:
+def _pool(
+    draw: Draw, size: int, H: int, Hkv: int, D: int, *, shares: bool = False, Lq: int = 5
+) -> dict[str, Any]:
     """Return queries, a pool of pages in any order, and the table of each entry's pages."""
     number = -(-int(IN_PAGES.max()) // size)
     table = draw.rng.permutation(3 * number + 1)[: 3 * number].reshape(3, number)
     if shares:  # as after a common prompt
         table[1, 0] = table[0, 0]
-    given: dict[str, Any] = draw.qkv(3 * number + 1, H, 5, size, D, Hkv=Hkv)
+    given: dict[str, Any] = draw.qkv(3 * number + 1, H, Lq, size, D, Hkv=Hkv)
     given["q"] = given["q"][:3].copy()
     return {**given, "block_table": table.astype(np.int32), "kv_lengths": IN_PAGES}
 
@@ -137,16 +141,20 @@ def _pool(draw: Draw, size: int, H: int, Hkv: int, D: int, *, shares: bool) -> d
 def _paged(seed: int, D: int) -> Iterator[Graded]:
     """Yield problems with pages of several sizes, private and shared ones."""
     for size in PAGES:
-        rows: list[tuple[str, ...]] = [(), ("shares",), ("is_causal",)]
+        rows: list[tuple[str, ...]] = [
+            (), ("shares",), ("is_causal",), (ENDS, "is_causal"), (DECODING,),
+            (DECODING, ENDS, "is_causal", "groups"),
+        ]  # fmt: skip
         for on in rows if size != 16 else [*rows, *CROSSED[1:]]:
             name = ", ".join([f"pages of {size}", *on])
             draw = Draw(f"paged {name} {seed}")
-            given = _pool(draw, size, 4, 2 if "groups" in on else 4, D, shares="shares" in on)
+            Hkv, Lq = 2 if "groups" in on else 4, 1 if DECODING in on else 5
+            given = _pool(draw, size, 4, Hkv, D, shares="shares" in on, Lq=Lq)
             given |= _options(draw, on, 4, IN_PAGES - 3)
             if "window_size" in given:
                 given["window_size"] = (17, 2)
             if POSITIONAL & {*on}:
-                given["q_offset"] = IN_PAGES - 8
+                given["q_offset"] = IN_PAGES - (Lq if ENDS in on else 8)
             yield _problem(name, "block_table", given)
 
 
@@ -159,7 +167,7 @@ def _both(seed: int, D: int) -> Iterator[Graded]:
                 continue
             words = [*(["pages of 16"] if paged else []), *some]
             draw = Draw(f"both {words} {seed}")
-            given = _pool(draw, 16, 4, 2, D, shares=False) if paged else {}
+            given = _pool(draw, 16, 4, 2, D) if paged else {}
             keys = IN_PAGES if paged else KEYS
             packed = draw.qkv(1, 4, int(sum(QUERIES)), int(sum(KEYS)), D, Hkv=2)
             given = {**packed, **given, "q": packed["q"], "cu_seqlens_q": _starts(QUERIES)}
@@ -176,12 +184,13 @@ def _picked(seed: int, D: int) -> Iterator[Graded]:
         ("four keys", (), 4, 0),
         ("fewer keys for some", (), 4, 2),
         ("duplicates", (), 6, 0),
+        ("duplicates, one query", (DECODING,), 6, 0),
         ("is_causal, for each key/value head", ("is_causal", "groups"), 6, 2),
         ("kv_lengths, return_lse", ("kv_lengths", "return_lse"), 6, 2),
     )
     for name, on, K, most in rows:
         draw = Draw(f"picked {name} {seed}")
-        B, H, Lq, Lk, Hkv = 2, 4, 5, 9, 2 if "groups" in on else 4
+        B, H, Lk, Hkv, Lq = 2, 4, 9, 2 if "groups" in on else 4, 1 if DECODING in on else 5
         given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, D, Hkv=Hkv)
         given |= _options(draw, on, H, np.array([6, 8]))
         rows_of = (B, Hkv if on else 1, Lq) if most else (1, 1, Lq)
@@ -213,11 +222,13 @@ def _scaled(seed: int, D: int) -> Iterator[Graded]:
         ("attn_bias, sinks", ("attn_bias", "sinks"), (2, 4, 9)),
         ("alibi_slopes", ("alibi_slopes",), (2, 4, 9)),
         ("70 keys", (), (2, 4, 70)),
+        ("groups, one query", ("groups", DECODING), (2, 2, 9)),
     )
     for name, on, shape in rows:
         draw = Draw(f"scaled {name} {seed}")
         Lk, Hkv = shape[2] if len(shape) > 2 else 9, 2 if "groups" in on else 4
-        given: dict[str, Any] = draw.qkv(2, 4, 9, Lk, D, Hkv=Hkv)
+        Lq = 1 if DECODING in on else 9
+        given: dict[str, Any] = draw.qkv(2, 4, Lq, Lk, D, Hkv=Hkv)
         given |= _options(draw, on, 4, np.array([6, 8]))
         if "attn_bias" in on:
             given["attn_bias"] = draw.numbers(1, 4, 9, Lk)
@@ -226,7 +237,7 @@ def _scaled(seed: int, D: int) -> Iterator[Graded]:
             yield from _scaled_float8(name, draw, given, shape)
     for size in PAGES[:2]:
         draw = Draw(f"scaled pages of {size} {seed}")
-        given = _pool(draw, size, 4, 2, D, shares=False)
+        given = _pool(draw, size, 4, 2, D)
         yield _scaled_problem(f"pages of {size}", draw, given, given["k"].shape[:3])
 
 

@@ -246,7 +246,7 @@ class Asking:
                     if num_shrunk <= MOST_SHRUNK:
                         few = smallest(on, lambda some: self.is_wrong(problem(some)))
                         wrong.append(few)  # amid the keys, both sides of a window show
-                        self.all([problem(few - {*FIRST_QUERY} | (taken & {FIRST_QUERY[-1]}))])
+                        self.all([problem(few - {*FIRST_QUERY} | (taken & {FIRST_QUERY[2]}))])
             if len(excluded) == before:
                 break
         self.all([problem(on) for on in long(taken)])

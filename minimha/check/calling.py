@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib import import_module
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from minimha.check import translation
 from minimha.check.adapted import results
 from minimha.check.answer import Answer
+from minimha.check.conditions import POSITIONAL
 from minimha.check.problems import Graded
 from minimha.equations.arrays import FLOAT8, as_numpy, bfloat16, library_of, like
 from minimha.equations.eight_bits import is_eight_bit
+from minimha.equations.functions import PARAMETERS
 
 Array = NDArray[Any]
 
@@ -32,6 +34,7 @@ MOST_KEPT = 1 << 14  # numbers of an array whose memory is used again
 LONGEST_REASON = 300  # characters of the function's error
 
 
+Place = Literal["first", "last", "last of each length"]
 Axes = tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]
 
 
@@ -46,7 +49,8 @@ class Caller:
     refuses those, other imported libraries are tried. Only torch's arrays have a ``device``.
     ``layout`` is the order of the axes of q, k, v and the output. A function that speaks minimha
     but has no parameter ``q_offset`` is asked where its queries stand, and then gets only problems
-    whose queries stand there.
+    whose queries stand there. If it has no ``cu_seqlens_k``, its packed sequences have as many keys
+    as queries.
     """
 
     def __init__(
@@ -61,13 +65,15 @@ class Caller:
         self.layout = layout
         self.function = translation.DIALECTS[speaks].adapted(function)
         self.speaks, self.device = speaks, device
-        self.lacks_offset = speaks == "minimha" and _lacks(function, "q_offset")
+        known = ("q_offset", "cu_seqlens_k") if speaks == "minimha" else ()
+        self.lacks = {name for name in known if _lacks(function, name)}
         self.dtype = bfloat16("dtype") if dtype == "bfloat16" else np.dtype(dtype)
         if device:
             arrays = arrays or "torch"
             _check_device(device, arrays)
         self.kinds = [arrays] if arrays else self._likely()
         self._buffers: dict[Any, Any] = {}  # that the function got before
+        self._is_placed = True  # False while it is asked where its queries stand
 
     def _likely(self) -> list[str]:
         first = translation.DIALECTS[self.speaks].arrays
@@ -122,28 +128,66 @@ class Caller:
         return self._read(cast, output, lse, faults)
 
     @cached_property
-    def has_queries_last(self) -> bool:
-        """Whether queries without an offset stand at the last keys, and not at the first ones."""
+    def place(self) -> Place:
+        """Where queries without an offset stand: at the first keys, or at the last ones."""
+        first, of_length = map(self._sees_key_9, ({}, {"kv_lengths": np.array([72])}))
+        if first is False:
+            return "first"
+        return "last of each length" if of_length is False else "last"
+
+    def _sees_key_9(self, options: Mapping[str, Any]) -> bool | None:
+        """Return whether the first of 64 queries over 128 keys sees key 9, or None if unknown.
+
+        It does not if it is causal and stands at key 0, or at the first of the last 64 of 72 keys.
+        Unknown is the answer of a function that refuses the problem, or returns only zeros.
+        """
         x = {"q": np.zeros((1, 1, 64, 64)), "k": np.zeros((1, 1, 128, 64))}
         x["v"] = np.broadcast_to(np.arange(128)[:, None] > 8, x["k"].shape).astype(float)
-        for option in ({"is_causal": True}, {"window_size": (1, 1)}):
-            found = self.answer({**x, **option}).output
-            if found is not None and found.shape == x["q"].shape:
-                return not (found[:, :, 0] == 0).all()  # does query 0 see later keys?
-        return True
+        self._is_placed = False
+        try:
+            for option in ({"is_causal": True}, {"window_size": (1, 1)}):
+                found = self.answer({**x, **options, **option}).output
+                if found is not None and found.shape == x["q"].shape and found.any():
+                    return not (found[:, :, 0] == 0).all()
+        finally:
+            self._is_placed = True
+        return None
 
     def _translated(
         self, cast: Mapping[str, Any], wants_lse: bool
     ) -> tuple[list[Array], Mapping[str, Any]]:
         """Return the positional and the keyword arguments of the call."""
         given, keywords = translation.translated(self.speaks, cast, wants_lse=wants_lse)
-        if self.lacks_offset and "q_offset" in keywords:
-            Lq, Lk = (x.shape[2] for x in given[:2])
-            first = Lk - Lq if self.has_queries_last else 0
-            if np.all(np.equal(keywords["q_offset"], first)):
-                keywords = {n: value for n, value in keywords.items() if n != "q_offset"}
+        if "q_offset" in self.lacks and self._is_placed:
+            keywords = dict(self._without_offset(given, keywords))
+        starts = [keywords.get(f"cu_seqlens_{X}", ()) for X in "qk"]
+        if "cu_seqlens_k" in self.lacks and np.array_equal(*starts):
+            keywords = {n: value for n, value in keywords.items() if n != "cu_seqlens_k"}
         order = [LAYOUT.index(axis) for axis in self.layout]
         return [np.ascontiguousarray(x.transpose(order)) for x in given], keywords
+
+    def _without_offset(self, given: list[Array], keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leave out the offset if it is where the queries stand anyway.
+
+        Raises ``Refused`` if a problem without an offset has them elsewhere.
+        """
+        if "q_offset" not in keywords and not {*POSITIONAL, *PARAMETERS} & set(keywords):
+            return keywords
+        usual = self._usual_offset(given, keywords) if self.place != "first" else 0
+        if np.all(np.equal(keywords.get("q_offset", 0), usual)):
+            return {n: value for n, value in keywords.items() if n != "q_offset"}
+        if "q_offset" not in keywords:
+            raise translation.Refused("its queries stand at the last keys of each length")
+        return keywords
+
+    def _usual_offset(self, given: list[Array], keywords: Mapping[str, Any]) -> Any:
+        """Return the offset of queries at the last keys, for all entries or for each."""
+        Lq, Lk = (x.shape[2] for x in given[:2])
+        starts, lengths = keywords.get("cu_seqlens_q"), keywords.get("kv_lengths")
+        queries = Lq if starts is None else np.diff(starts)
+        if lengths is not None and ("block_table" in keywords or self.place != "last"):
+            return np.asarray(lengths) - queries
+        return (Lk if starts is None else np.diff(keywords.get("cu_seqlens_k", starts))) - queries
 
     def _axes(self, cast: Mapping[str, Any]) -> Axes:
         """Return letters and sizes of the axes, for the output and for the log-sum-exp."""

@@ -24,16 +24,22 @@ WAYS = ("fill", "add", "fill before the scale")
 AXES = {"columns": 3, "heads": 1, "batch entries": 0, "rows": 2, "whole blocks of rows": 2}
 EQUAL_SPLITS = ("keys in equal splits", "keys in at most 8 equal splits")
 STEPS = ("whole steps of columns of Q and K",)
+HALVES = ("keys in the first half of each step",)
+GROUPS = "rows of groups of a power of 2"
 COLUMNS = ("columns of Q and K", "whole blocks of columns of Q and K")
-MANY = (256, 512, 1024, 2048)
+MANY = (256, 512, 1024, 2048, 4096)
 SPLITS = (
     *(("parts", n) for n in (2, 4, 8, 3)), *(("keys", n) for n in BLOCKS[:6]), ("floors", 2),
     *(("at most 8", n) for n in (*BLOCKS[:2], 128, 256)), *(("keys", n) for n in MANY),
     *(("first", n) for n in (128, 64, 256)),
 )  # fmt: skip
-MISREAD = "h // Hkv", "at most Hkv - 1", "reversed", "h >> log2 G", "h >> ceil log2 G"
+MISREAD = (
+    "h // Hkv", "at most Hkv - 1", "reversed", "h >> log2 G", "h >> ceil log2 G",
+    "number of 4 heads, mod Hkv",
+)  # fmt: skip
 WEIGHINGS = (
-    "mean", "sums", "all", "2^L", "2^(L - max)", "sums, max", "own maximum", "L of the largest",
+    "mean", "sums", "all", "2^L", "2^(L - max)", "sums, max", "own maximum", "L of the last",
+    "L of the largest",
 )  # fmt: skip
 # Rows and keys of a tile.
 TILES = ((64, 64), (128, 128), (32, 32), (128, 64), (64, 32), (64, 128), (16, 16), (64, 16))
@@ -65,6 +71,10 @@ _ALL = [
         ("k_v_swapped", "K and V are swapped: queries are compared with values, and keys weighed.",
          "Compute Q Kᵀ, and multiply the weights by V."),
     ),
+    *stage("last columns", ALWAYS,
+        ("last_columns_count_twice", "The last columns of Q and K are moved back, and count twice.",
+         "Add up each of the D products once.", (64, 32, 128, 16)),
+    ),
     *stage("values", ALWAYS,
         ("v_is_k", "K is used in place of V.", "Multiply the weights by V."),
     ),
@@ -79,7 +89,8 @@ _ALL = [
          tuple((which, way) for way in MISREAD for which in HEADS)),
         ("packed_rows_confused", "Rows of grouped heads in one tile get each other's positions.",
          "Row r is query r mod Lq if heads follow each other, query r // G if they alternate.",
-         ("row // G", "row mod Lq", *(f"r // G in tiles of {n}" for n in BLOCKS[:4]),
+         ("row // G", "row mod Lq", "r >> ceil log2 G",
+          *(f"r // G in tiles of {n}" for n in BLOCKS[:4]),
           *((way, of) for way in ("i · G + g", "g · Lq + i") for of in PLACES[:4]))),
     ),
     *stage("key/value entries", ALWAYS,
@@ -110,7 +121,7 @@ _ALL = [
         ("scores_ignored", "Every visible key has the same weight: scores are ignored.",
          "Multiply Q Kᵀ by 1/sqrt(D), and weigh by exp of it."),
         ("scale_from_dv", "The scale is computed from the width of V: 1/sqrt(Dv).",
-         "Scale by 1/sqrt(D), with D the width of Q and K."),
+         "Scale by 1/sqrt(D), with D the width of Q and K.", ("always", "if Dv < D")),
         ("scale_from_length", "The scale is computed from a number of tokens.",
          "Scale by 1/sqrt(D), with D the width of Q and K.", ("Lk", "Lq")),
     ),
@@ -218,6 +229,9 @@ _ALL = [
         ("causal_in_blocks", "Causality is decided for whole blocks.",
          "Mask single keys in the blocks on the diagonal.",
          tuple((way, B) for way in ("keys", "rows", "none") for B in BLOCKS[:7])),
+        ("causal_masked_in_last_block", "Of a tile of rows, only the last block of keys is masked.",
+         "Mask all blocks of keys that the diagonal crosses.",
+         ((128, 64), (64, 32), (32, 16), (128, 32), (64, 16), (16, 8))),
         ("causal_ignored_in_tail", "Rows after the last whole tile of rows see the future.",
          "Mask the last tile too, though it is not full.", (128, 64, 32, 16)),
         ("causal_loop_ends_early", "The loop over keys ends at the first row of a tile of rows.",
@@ -265,12 +279,15 @@ _ALL = [
          "The window's left side is not checked in blocks that its right side leaves whole.",
          "A block is whole only if both sides leave it whole.",
          (*((B, B) for B in BLOCKS[:4]), *((1, B) for B in BLOCKS[:4]), (128, 64), (64, 32))),
+        ("window_left_of_entry_0", "The window's left side stands where batch entry 0's does.",
+         "Count it from each entry's q_offset."),
         ("window_left_of_tile", "The window's left side counts from the query's row in its tile.",
          "Count it from i + q_offset.", BLOCKS[:4]),
         ("window_starts_from_last_row",
          "Rows start where the last row does, or at the first whole block of keys.",
          "Start at the block with the first row's key i + q_offset - left.",
-         (32, 16, 64, 128, 8, 4, *TILES)),
+         (*(("whole", n, n) for n in (32, 16, 64, 128, 8, 4)), *TILES,
+          *(("whole", r, c) for c, r in ((64, 32), (64, 16), (64, 128), (128, 64), (32, 16))))),
     ),
     *stage("the window's right side", ("window_size",),
         ("window_right_none_is_0", "A right side of None is taken for 0 where the left is given.",
@@ -421,6 +438,8 @@ _ALL = [
         ("sequences_unseparated", "Packed sequences read keys that are not theirs.",
          "Query r of sequence s sees the keys from cu_seqlens_k[s] to cu_seqlens_k[s + 1].",
          ("all", "keys", "k as q")),
+        ("sequences_begin_wrongly", "Sequences begin a token too late, or too early.",
+         "Sequence s has the rows from cu_seqlens[s] to cu_seqlens[s + 1] - 1.", (1, -1)),
         ("packed_positions_from_first_row", "Positions count from the first of all packed rows.",
          "Count from each sequence's first query and key.", ("queries", "both")),
     ),
@@ -431,7 +450,8 @@ _ALL = [
          "Read page block_table[b, j // page_size]."),
         ("page_size_wrong", "Pages are read as if they had another size.",
          "Take the page size from k: key j is row j % page_size of its page.",
-         tuple((way, n) for n in (16, 8, 4, 2, 1) for way in ("first", "index", "stride"))),
+         (*((way, n) for n in (16, 8, 4, 2, 1) for way in ("first", "index", "stride")),
+          *(("tile", n) for n in (64, 32, 16, 128)))),
     ),
     *stage("keys that queries pick", ("key_indices",),
         ("key_indices_ignored", "key_indices are ignored.", "Hide the keys that a query lacks."),
@@ -485,8 +505,15 @@ _ALL = [
          "Divide by the sum of a row's exponentials."),
         ("denominator_of_first_keys", "The denominator sums only the first keys of a row.",
          "Sum the exponentials of all keys.", (1024, 512, 256, 128, 64, 32, 16)),
+        ("denominator_of_half_tiles", "The denominator sums some of the keys of each tile.",
+         "Sum over all lanes: a butterfly over 32 starts at 16.",
+         ((32, 16), (64, 32), (128, 64), (32, 8), (16, 8), (64, 16))),
         ("denominator_enlarged", "A number is added to the denominator.",
          "Divide by the sum of a row's exponentials alone.", ("exp(-m)", 1.0, 1e-3, 1e-2, 0.1)),
+    ),
+    *stage("the exponential's digits", ALWAYS,
+        ("exponential_approximated", "2^x is computed with a wrong mantissa.",
+         "Approximate 2^x on [0, 1) by a polynomial of some degree.", ("linear", "none")),
     ),
     *stage("exponential", ALWAYS,
         ("softmax_base_2", "2^s is computed in place of e^s.",
@@ -506,7 +533,8 @@ _ALL = [
         ("parts_merged_wrongly", "Outputs of parts of the keys are not merged by log-sum-exp.",
          "Weigh the output of a part by exp(L - the L of all keys).",
          tuple((way, split) for way in WEIGHINGS for split in SPLITS
-               if not (way == WEIGHINGS[-1] and split[1] == 2))),
+               if not (way == WEIGHINGS[-1] and split[1] == 2))
+         + tuple(("sums", ("every", n)) for n in (2, 4))),
     ),
     *stage("maximum", ALWAYS,
         ("softmax_no_maximum", "The row's maximum is not subtracted: exponentials overflow.",
@@ -541,6 +569,9 @@ _ALL = [
     *stage("last block", ALWAYS,
         ("online_last_block_dropped", "Keys beyond the last whole block are dropped.",
          "Visit ceil(Lk / B_c) blocks, and mask the missing keys of the last one.", BLOCKS),
+        ("last_whole_block_dropped", "The last block of keys is dropped if it is whole.",
+         "A number of keys that the block divides leaves a full block, not an empty one.",
+         BLOCKS[:6]),
         ("last_block_moved_back", "The last block is moved back to be whole: keys count twice.",
          "Hide the keys that earlier blocks have.", BLOCKS[:6]),
         ("last_block_read_earlier", "The last block is read from Lk - block on: its keys are lost.",
@@ -581,7 +612,7 @@ _ALL = [
         ("sink_not_rescaled", "The sink's term is not rescaled at the first block of keys.",
          "Rescale by exp(m_old - m_new) at the first block too.", (*BLOCKS[:4], 1 << 30)),
         ("sink_unshifted", "exp(sink) is added to a sum of exp(s - maximum).",
-         "Subtract the row's maximum from the sink too."),
+         "Subtract the row's maximum from the sink too.", ("of keys", "of keys and sink")),
     ),
     *stage("rows that see nothing", (*HIDING, "attn_bias"),
         ("dead_rows_nan", "A query that sees no key gets NaN.", "Return 0 where the sum is 0."),
@@ -624,7 +655,8 @@ _ALL = [
           *(("keys", n) for n in MANY),
           *((axis, -n) for axis in (*AXES, COLUMNS[0], "keys") for n in (1, 2)),
           ("keys but the first", 1),
-          *((axis, n) for axis in ("keys but a last block of one", *EQUAL_SPLITS, *STEPS)
+          (GROUPS, 1),
+          *((axis, n) for axis in ("keys but a last block of one", *EQUAL_SPLITS, *STEPS, *HALVES)
             for n in BLOCKS[:4]))),
     ),
     *stage("lse", ("return_lse",),

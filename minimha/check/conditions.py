@@ -5,7 +5,7 @@ A condition is a clause of a sentence, such as "window_size is given" or "Lq > L
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from minimha.check.expanded import ARRANGING, expanded
@@ -90,10 +90,22 @@ def sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
 
 
 def limits(wrong: Sequence[Graded], right: Sequence[Graded]) -> list[str]:
-    """Return conditions such as "Lk > 128", which hold for all wrong and no right problems."""
+    """Return conditions such as "Lk > 128" or "Lq < 33" that hold for all wrong problems.
+
+    Each leaves out as many of the right problems as it can.
+    """
     bad, good = ([sizes(p.arguments) for p in problems] for problems in (wrong, right))
-    most = {name: max((s[name] for s in good), default=0) for name in bad[0]}
-    return [f"{name} > {n}" for name, n in most.items() if min(s[name] for s in bad) > n]
+    above, below = [], []
+    for name in bad[0]:
+        least, most = (end(s[name] for s in bad) for end in (min, max))
+        above += [f"{name} > {n}" for n in _ends(max, (s[name] for s in good if s[name] < least))]
+        below += [f"{name} < {n}" for n in _ends(min, (s[name] for s in good if s[name] > most))]
+    return above + below
+
+
+def _ends(end: Callable[..., int], numbers: Iterable[int]) -> list[int]:
+    found = list(numbers)
+    return [end(found)] if found else []
 
 
 def sizes_of_wrong(wrong: Sequence[Graded], right: Sequence[Graded]) -> str:

@@ -34,12 +34,14 @@ HEADS = {
     "groups of 4": (8, 2), "groups of 8": (16, 2),
 }  # fmt: skip
 QUERIES = ("as many queries", "one query", "fewer queries", "more queries")
-FIRST_QUERY = ("at the end", "at the start", "amid the keys")  # where queries stand among the keys
+# Where queries stand among the keys.
+FIRST_QUERY = ("at the end", "at the start", "amid the keys", "at the end of each length")
 OTHERS = ("batch", "many keys", "wide values", "by head", "by entry")
 LONG = "several blocks"  # more keys, and mostly queries, than a block of 128 has
 SWITCHES = (*list(HEADS)[1:], *QUERIES[1:], *FIRST_QUERY, *OTHERS, *OPTIONS)
 COMPANIONS: dict[str, tuple[set[str], ...]] = {  # what a switch needs to change a problem
     **{place: ({"is_causal", "fewer queries"},) for place in FIRST_QUERY},
+    FIRST_QUERY[-1]: ({"is_causal", "fewer queries", "kv_lengths", "batch"},),
     "by head": ({"attn_mask", "heads"}, {"attn_bias", "heads"}),
     "by entry": ({"is_causal", "fewer queries", "amid the keys", "batch"},),
 }  # fmt: skip
@@ -84,12 +86,14 @@ def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
     draw = Draw(f"crossed {seed} {sizes} {sorted(on)}")
     Dv = sizes.D // 2 + 1 if "wide values" in on else sizes.D
     given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, sizes.D, Dv, Hkv, spread=1.3)
-    first = _first_query(on, Lq, Lk, step)
+    lengths = Lk - step * np.array([2, 4, 0])[:B]  # never a multiple of a block, but the last
+    first: Any = _first_query(on, Lq, Lk, step)
+    if {FIRST_QUERY[-1], "kv_lengths"} <= on and Lq < Lk:
+        first = np.maximum(lengths - Lq, 0)
     if POSITIONAL & on and Lq != Lk:
         given["q_offset"] = first
         if "by entry" in on:
             given["q_offset"] = np.maximum(first + np.array([0, step, -step])[:B], 0)
-    lengths = Lk - step * np.array([2, 4, 0])[:B]  # never a multiple of a block, but the last
     if "kv_lengths" in on:
         given["kv_lengths"] = lengths
     if "window_size" in on:  # the last query still sees a key

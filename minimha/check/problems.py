@@ -414,6 +414,7 @@ def _rows_that_see_nothing() -> Iterator[Graded]:
     name = "causal, more queries than keys"
     yield _drawn(name, shows, few, is_causal=True, q_offset=-2)
     yield _problem("window beyond the keys", shows, square, window_size=(1, 0), q_offset=3)
+    yield _problem("window before the keys", shows, square, window_size=(3, 1), q_offset=-6)
     shows = "the log-sum-exp of rows that see nothing"
     yield _problem(
         "log-sum-exp of hidden rows", shows, inputs, attn_mask=mask, return_lse=True
@@ -485,6 +486,8 @@ def _many_keys() -> Iterator[Graded]:
     yield _drawn(name, shows, each, is_causal=True, q_offset=offsets)
     slopes = np.array([0.25], np.float32)
     yield _drawn(f"ALiBi, {MANY} keys", shows, few, alibi_slopes=slopes, q_offset=298)
+    name = f"window, an offset for each entry, {MANY} keys"
+    yield _drawn(name, shows, each, window_size=(70, 5), q_offset=offsets)
     lengths = np.array([65, 130, 290])
     yield _drawn(f"lengths, {MANY} keys", shows, {"B": 3, **few}, kv_lengths=lengths)
     shows, whole = "lengths that fill their last page", np.array([64, 128, 48])

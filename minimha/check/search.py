@@ -130,9 +130,11 @@ class Known:
 
     def holds(self, condition: str) -> bool:
         """Return whether a condition holds, which may be a size such as "Lk > 128"."""
-        name, _, least = condition.partition(" > ")
-        is_larger = least.isdigit() and self.sizes.get(name, 0) > int(least)
-        return condition in self.conditions or is_larger
+        name, sign, end = condition.partition(" > " if " > " in condition else " < ")
+        if name not in self.sizes or not end.isdigit():
+            return condition in self.conditions
+        size = self.sizes[name]
+        return size > int(end) if sign == " > " else size < int(end)
 
     def relevant(self, hypothesis: Iterable[Item]) -> Hypothesis:
         """Return the items of a hypothesis that may change the answer to this problem.
@@ -385,10 +387,10 @@ class Search:
             h = hypothesis | {item}
             if self.explains(n, h) and self.left(h, left) == 0:
                 right = [self.known[m] for m in self.contradicted(h, in_all=True)]
-                where = [[c] for c in (*limits(wrong, [x.graded for x in right]), *sorted(shared))]
-                for c in sorted(shared):
-                    limit = limits(wrong, [x.graded for x in right if x.holds(c)])
-                    where += [[c, size] for size in limit]
+                where: list[list[str]] = []
+                for c in (*sorted(shared), *limits(wrong, [x.graded for x in right])):
+                    rest = [x.graded for x in right if x.holds(c)]
+                    where += [[c, other] for other in limits(wrong, rest)] if rest else [[c]]
                 found += [hypothesis | {(*item, frozenset(some))} for some in where if right] or [h]
         found = [h for h in found if not self.contradicted(h, in_all=True)]
         found.sort(key=lambda h: (_num_conditions(h), _rank(h)))

@@ -59,7 +59,7 @@ def _problems(seed: int) -> Iterator[Graded]:
     for given in ({"attn_bias": whole}, {"attn_mask": whole > -1}):
         yield _problem(rng, (1, 2, 2, 257, 257, 64, 64), "normal", **given)
     for B, H, Hkv in HEADS:
-        plain = _problem(rng, (B, H, Hkv, 17, 65, 64, 64))
+        plain = _problem(rng, (B, H, Hkv, 17, 65, 64, 64), return_lse=True)
         decoding = _problem(rng, (B, H, Hkv, 1, 129, 128, 128), is_causal=True)
         yield from (plain, decoding)
         if B > 1:

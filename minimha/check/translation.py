@@ -309,6 +309,7 @@ PAGE = 256  # keys; flash-attention's pages are a multiple of this
 TOP_LEFT = {"causal_top_left": "causal is aligned top-left, as {} does"}
 LEAKS = {"nan_leaks": "a NaN in a hidden value reaches the output, as {} lets it"}
 BOTTOM_RIGHT = {"causal_bottom_right": "causal is aligned bottom-right, as {} does"}
+BY_LENGTH = {"causal_by_length": "causal is aligned to each sequence's last key, as {} does"}
 MEAN = {"dead_rows_mean": "a query that sees no key gets the mean of all values, as {} gives it"}
 FROM_SUMS = {
     "delta_scale_ignored": "scale is ignored, as functions of transformers do",
@@ -334,11 +335,11 @@ DIALECTS = {
     ),
     "flash_attention_varlen": Dialect(
         "torch", False, _flash_varlen, lse="return_attn_probs", adapted=adapted.packed,
-        conventions=_as("flash-attention", BOTTOM_RIGHT, LEAKS),
+        conventions=_as("flash-attention", BOTTOM_RIGHT, BY_LENGTH, LEAKS),
     ),
     "flash_attention_paged": Dialect(
         "torch", False, _flash_paged, lse="return_softmax_lse",
-        conventions=_as("flash-attention", BOTTOM_RIGHT, LEAKS),
+        conventions=_as("flash-attention", BOTTOM_RIGHT, BY_LENGTH, LEAKS),
     ),
     "flex_attention": Dialect(
         "torch", True, _flex, lse="return_lse", adapted=adapted.flexible,

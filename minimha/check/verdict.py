@@ -179,7 +179,10 @@ def _best(search: Search) -> list[Hypothesis]:
     starts = dict.fromkeys((found[0], search.with_mild(NONE)))
     tried = [[_needed(search, h) for h in search.conditional(start)] for start in starts]
     best = min(tried, key=lambda h: (len(search.contradicted(h[0], in_all=True)), len(h[0])))
-    return best if len(search.contradicted(best[0], in_all=True)) < min(left.values()) else found
+    remaining = len(search.contradicted(best[0], in_all=True))
+    if remaining and (at_sizes := search.at_sizes(found[0])):
+        return at_sizes
+    return best if remaining < min(left.values()) else found
 
 
 def _needed(search: Search, found: Hypothesis) -> Hypothesis:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.catalogue import BLOCKS, EQUAL_SPLITS
+from minimha.check.catalogue import BLOCKS, EQUAL_SPLITS, HALVES
 from minimha.check.prepared import Prepared
 from minimha.equations.visibility import UNBOUNDED
 
@@ -32,9 +32,11 @@ def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[An
     ``split`` is ("parts", 4) for 4 parts, of which the last may be shorter, ("floors", 4) for 4
     parts, of which the last may be longer, or ("keys", 64) for parts of 64 keys. ("at most 8", 64)
     is as many equal parts as there are blocks of 64 keys, up to 8. ("first", 64) is the first 64
-    keys, and the rest.
+    keys, and the rest. ("every", 2) is each second key, from the first and from the second on.
     """
     kind, n = split
+    if kind == "every":
+        return x.j[:n], x.j % n
     if kind == "at most 8":
         kind, n = "parts", min(-(-x.Lk // n), 8)
     size = {"parts": -(-x.Lk // n), "floors": max(x.Lk // n, 1)}.get(kind, n)
@@ -70,6 +72,10 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     ahead = d.get("causal_sees_one_ahead", 0) - d.get("causal_excludes_self", 0)
     block = d.get("causal_loop_ignores_offset", x.Lk)
     seen = (j <= p + ahead) & (x.j < (x.i // block + 1) * block)
+    if "causal_masked_in_last_block" in d:
+        B_r, B_c = d["causal_masked_in_last_block"]
+        last_block = np.minimum(_last_row(x, B_r) + first, x.Lk - 1) // B_c
+        seen = seen | (x.j // B_c < last_block)
     if "causal_ignored_in_tail" in d:  # of at least one whole tile
         whole = x.Lq // d["causal_ignored_in_tail"] * d["causal_ignored_in_tail"]
         seen = seen | ((x.i >= whole) & (whole > 0))
@@ -109,13 +115,15 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     is_ignored = {"always": True, "if the left side is None": window[0] is None}
     right = UNBOUNDED if is_ignored.get(d.get("window_right_ignored", "")) else right
     p = rows(x, d, "window") + offset(x, d, "window")
+    p_left = p - x.offset + x.offset[:1] if "window_left_of_entry_0" in d else p
     B_r, B_c = d.get("window_left_in_blocks", (1, 1))
-    first = (p - left - x.i % B_r) // B_c * B_c
+    first = (p_left - left - x.i % B_r) // B_c * B_c
     if "window_starts_from_last_row" in d:
-        tile = d["window_starts_from_last_row"]  # of one number, even if its last rows are missing
-        B_r, B_c = tile if isinstance(tile, tuple) else (tile, tile)
-        last = _last_row(x, B_r) if isinstance(tile, tuple) else x.i // B_r * B_r + B_r - 1
-        first = np.maximum(first, (p + last - x.i - left) // B_c * B_c)
+        *is_whole, B_r, B_c = d["window_starts_from_last_row"]
+        start = (p + _last_row(x, B_r) - x.i - left) // B_c
+        if is_whole:  # at the first whole block that the first row of a tile sees
+            start = -((x.i % B_r + left - p) // B_c)
+        first = np.maximum(first, start * B_c)
     if "window_left_of_tile" in d:
         first = first - x.i // d["window_left_of_tile"] * d["window_left_of_tile"]
     seen = (first <= x.j) & (x.j <= p + right)
@@ -171,6 +179,7 @@ def rows(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
         "row // G": followed // G, "row mod Lq": alternating % x.Lq, "g · Lq + i": followed,
         "i · G + g": alternating,
     }  # fmt: skip
+    ways["r >> ceil log2 G"] = alternating >> (G - 1).bit_length()
     for n in BLOCKS[:4]:
         start = alternating // n * n
         ways[f"r // G in tiles of {n}"] = start // G + (alternating - start) // G
@@ -213,7 +222,12 @@ def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
         end = x.Lk // splits * splits
     if axis == "keys but a last block of one" and x.Lk % N == 1 and x.Lk > 1:
         end = x.Lk - 1
+    if "last_whole_block_dropped" in d:
+        block = d["last_whole_block_dropped"]
+        visible = visible & ((x.lengths % block > 0) | (x.j < x.lengths - block))
     start = N if axis == "keys but the first" else 0
+    if axis in HALVES:
+        visible = visible & (x.j % (2 * N) < N)
     return np.asarray(visible & (x.j < end) & (x.j >= start))
 
 

@@ -15,7 +15,7 @@ the output o moves 2⁻²³ |L| |o|.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from minimha.check import visible
 from minimha.check.altered import confused
-from minimha.check.catalogue import AXES, DEVIATIONS
+from minimha.check.catalogue import AXES, DEVIATIONS, GROUPS
 from minimha.check.expanded import Place
 from minimha.check.prepared import FLOAT32, SMALLEST, Impossible, Prepared
 from minimha.check.rounding import accumulated, rounded
@@ -133,11 +133,14 @@ class _Deviation(Scores):
         if name == "softmax_over_all" and self.x.Lq == 1:
             name = ""  # rows share nothing
         self.is_shared = bool(name)
-        exp = np.exp2 if "softmax_base_2" in d else np.exp
+        exp: Any = np.exp2 if "softmax_base_2" in d else np.exp
+        if "exponential_approximated" in d:
+            exp = APPROXIMATED[d["exponential_approximated"]]
         sinks = self.sinks_used()
         keys_top = self.S.max(axis=axis, keepdims=True, initial=-np.inf)
         top = keys_top
-        if sinks is not None and not {"sink_not_in_maximum", "sink_unshifted"} & set(d):
+        is_of_keys = "sink_not_in_maximum" in d or d.get("sink_unshifted") == "of keys"
+        if sinks is not None and not is_of_keys:
             top = np.maximum(top, sinks)
         unseen = None  # the number of parts without keys, each with a log-sum-exp of 0
         if "part_without_keys_counts" in d:
@@ -238,6 +241,9 @@ class _Deviation(Scores):
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
         if "denominator_of_first_keys" in self.d:
             terms = np.where(self.x.j < self.d["denominator_of_first_keys"], terms, 0)
+        if "denominator_of_half_tiles" in self.d:
+            tile, n = self.d["denominator_of_half_tiles"]
+            terms = np.where(self.x.j % tile < n, terms, 0)
         for name, bits in (("sum_in_float16", 11), ("sum_in_bfloat16", 8)):
             if name in self.d:
                 self.loosen(2.0**-bits * min(self.x.Lk, 16))
@@ -443,15 +449,20 @@ class _Deviation(Scores):
 
     def leave_out(self, axis: str, N: int) -> None:
         """Set the part of the output that is not computed to 0."""
-        size = self.O.shape[AXES[axis]]
-        end = size // N * N if axis == "whole blocks of rows" else visible.first_of(size, N)
-        is_out = np.indices(self.O.shape)[AXES[axis]] >= end
+        if axis == GROUPS:  # whose heads are filled up to a power of 2, but whose rows are not
+            x, G = self.x, self.x.H // self.x.Hkv
+            row = (x.i << (G - 1).bit_length()) + np.arange(x.H)[:, None, None] % G
+            is_out = np.broadcast_to(row >= x.Lq * G, self.O.shape)
+        else:
+            size = self.O.shape[AXES[axis]]
+            end = size // N * N if axis == "whole blocks of rows" else visible.first_of(size, N)
+            is_out = np.indices(self.O.shape)[AXES[axis]] >= end
         self.O, *self.others = (np.where(is_out, 0, o) for o in (self.O, *self.others))
         self.is_free = self.is_free & ~is_out.all(-1)
         self.is_lse_free = self.is_lse_free | is_out.all(-1)
 
     def finish(self) -> Deviated:
-        if self.d.get("only_first_computed", ("", 0))[0] in AXES:
+        if self.d.get("only_first_computed", ("", 0))[0] in (*AXES, GROUPS):
             self.leave_out(*self.d["only_first_computed"])
         if "written_as_far_as_inputs" in self.d:
             axis = self.d["written_as_far_as_inputs"]
@@ -504,6 +515,22 @@ def _packed(found: Deviated, place: Place) -> Deviated:
 def _softmax(S: Array) -> Array:
     E = np.exp(S - S.max(-1, keepdims=True))
     return np.asarray(E / E.sum(-1, keepdims=True))
+
+
+def _by_powers_of_2(of_fraction: Callable[[Array], Any]) -> Callable[[Array], Array]:
+    """Return e^x as 2^n · ``of_fraction(f)``, with the whole part n and the rest f of x / ln 2."""
+
+    def approximation(x: Array) -> Array:
+        y = np.maximum(np.asarray(x, np.float64) / np.log(2), -2000)
+        n = np.floor(y)
+        return np.asarray(np.exp2(n) * of_fraction(y - n))
+
+    return approximation
+
+
+APPROXIMATED = {
+    "linear": _by_powers_of_2(lambda f: 1 + f), "none": _by_powers_of_2(lambda f: 1),
+}  # fmt: skip
 
 
 def _log_sum_exp(S: Array) -> Array:

@@ -34,7 +34,9 @@ MOVED = {
     "softcap_after_alibi": ("alibi", 1.9),
     "softcap_after_mask": ("cap", 4.5),
 }
-MULTIPLIED_OTHERWISE = {"q_k_swapped", "k_reshaped_not_transposed", "only_first_computed"}
+MULTIPLIED_OTHERWISE = {
+    "q_k_swapped", "k_reshaped_not_transposed", "only_first_computed", "last_columns_count_twice",
+}  # fmt: skip
 HIDDEN_FINITELY = (
     "hidden_after_softmax", "hidden_score_zero", "hidden_score_small", "hidden_read_as_zeros",
     "softcap_after_mask", "mask_added_as_number",
@@ -78,6 +80,11 @@ class Scores:
                 N = N if axis in STEPS else min(N, x.D)
                 end = x.D // N * N
             rows, columns = rows[..., :end], columns[..., :end, :]
+        if "last_columns_count_twice" in d:
+            N = d["last_columns_count_twice"]
+            if x.D > N and x.D % N:
+                again = [*range(x.D), *range(x.D - N, x.D // N * N)]
+                rows, columns = rows[..., again], columns[..., again, :]
         if k_heads is x.heads and not MULTIPLIED_OTHERWISE & set(d):
             self.S, self.size = x.products
         else:
@@ -147,9 +154,14 @@ class Scores:
     def sums_of_parts(self, split: tuple[str, int]) -> tuple[Array, Array]:
         """Return the maximum and the log-sum-exp of each part, (B, H, Lq, parts) each."""
         starts, part = visible.parts(self.x, split)
-        top = np.maximum.reduceat(self.S, starts, axis=-1)
+        S = self.S
+        if split[0] == "every":  # the keys of each part, one after another
+            order = np.argsort(part, kind="stable")
+            S, part = S[..., order], part[order]
+            starts = np.searchsorted(part, starts)
+        top = np.maximum.reduceat(S, starts, axis=-1)
         finite = np.where(np.isneginf(top), 0, top)
-        sums = np.add.reduceat(np.exp(self.S - finite[..., part]), starts, axis=-1)
+        sums = np.add.reduceat(np.exp(S - finite[..., part]), starts, axis=-1)
         return top, finite + np.log(sums)
 
     def weigh_parts(self, way: str, split: tuple[str, int]) -> None:
@@ -168,7 +180,7 @@ class Scores:
             "lse": L * (1 / ln2 - 1), "mean": -L, "all": -L, "sums": -top, "2^L": L * (ln2 - 1),
             "2^(L - max)": (L - L.max(-1, keepdims=True)) * (ln2 - 1),
             "sums, max": most[..., -1:] - top, "own maximum": most - top,
-            "L of the largest": _lost_in_turn(L),
+            "L of the largest": _lost_in_turn(L), "L of the last": _in_turn_by_last(L) - L,
         }[way]  # fmt: skip
         self.S = np.where(self.has_score, self.S + more[..., part], -np.inf)
         self.delta = self.delta + np.where(self.has_score, self.delta, 0).max(-1, keepdims=True)
@@ -188,13 +200,17 @@ class Scores:
                 ("scale_missing", 1), ("scale_1_over_d", 1 / x.D), ("scale_sqrt_d", np.sqrt(x.D)),
                 ("scale_model_width", 1 / np.sqrt(x.H * x.D)),
                 ("scale_padded_width", self.padded_width() ** -0.5),
-                ("scores_ignored", 0), ("scale_from_dv", x.Dv ** -0.5),
+                ("scores_ignored", 0), ("scale_from_dv", self.width_of_values() ** -0.5),
                 ("scale_from_length", getattr(x, d.get("scale_from_length", "Lk")) ** -0.5),
             ):  # fmt: skip
                 scale = value if name in d else scale
         else:
             scale = given * (x.D**-0.5 if "scale_times_default" in d else 1)
         return float(scale**2 if "scale_twice" in d else scale)
+
+    def width_of_values(self) -> int:
+        x = self.x
+        return int(min(x.D, x.Dv) if self.d.get("scale_from_dv") == "if Dv < D" else x.Dv)
 
     def padded_width(self) -> int:
         D, block = self.x.D, self.d.get("scale_padded_width", 1)
@@ -331,6 +347,17 @@ def _lost_in_turn(L: Array) -> Array:
         more[..., : n + 1] += lost[..., None]
         merged = kept
     return more - more[..., -1:]
+
+
+def _in_turn_by_last(L: Array) -> Array:
+    """Return the logarithm of parts' shares, if each is merged as if the one before were all."""
+    before = np.concatenate([np.full_like(L[..., :1], -np.inf), L[..., :-1]], axis=-1)
+    both = np.logaddexp(before, L)
+    both = np.where(np.isneginf(both), 0, both)
+    kept = (before - both)[..., ::-1].cumsum(-1)[..., ::-1]  # by this part and all later ones
+    return np.asarray(
+        L - both + np.concatenate([kept[..., 1:], np.zeros_like(L[..., :1])], axis=-1)
+    )
 
 
 def scales_of_keys(x: Prepared) -> Array:

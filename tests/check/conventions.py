@@ -99,6 +99,7 @@ FIRST = "from the first key"
 CAUSAL = {
     "causal_top_left": FIRST,
     "causal_bottom_right": "to the last key",
+    "causal_by_length": "to the last key",
     "causal_always": "always",
 }
 DEAD_ROWS = {

@@ -61,6 +61,30 @@ def pages_of_16(q, k, v, block_table=None, kv_lengths=None, **options):
     return dense(q, k, v, block_table=block_table, kv_lengths=kv_lengths, **options)
 
 
+def tiles_of_32_in_pages(q, k, v, block_table=None, kv_lengths=None, **options):
+    if block_table is None:
+        return dense(q, k, v, kv_lengths=kv_lengths, **options)
+    size, j = k.shape[2], np.arange(block_table.shape[1] * k.shape[2])
+    first = j // 32 * 32  # key of a tile, which all keys of the tile follow
+    rows = np.minimum(block_table[:, first // size] * size + first % size + j - first, k.size)
+    k, v = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (k, v))
+    k, v = (x[np.minimum(rows, len(x) - 1)].swapaxes(1, 2) for x in (k, v))
+    return dense(q, k, v, kv_lengths=kv_lengths, **options)
+
+
+def borders_one_later(q, k, v, cu_seqlens_q=None, is_causal=False, softcap=None, scale=None):
+    """Self-attention over packed sequences, which needs neither cu_seqlens_k nor q_offset."""
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = cu_seqlens_q + np.r_[0, np.ones(len(cu_seqlens_q) - 2, np.int32), 0]
+    return dense(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, is_causal=is_causal, softcap=softcap, scale=scale
+    )
+
+
+def twice_while_decoding(q, k, v, key_indices=None, **options):
+    return (dense if q.shape[2] > 1 else in_turn)(q, k, v, key_indices=key_indices, **options)
+
+
 def pages_in_order(q, k, v, block_table=None, **options):
     if block_table is not None:
         block_table = np.arange(block_table.size).reshape(block_table.shape)
@@ -224,6 +248,8 @@ def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, *
     [
         (pages_of_entry_0, "pages_of_entry_0", ""),
         (pages_of_16, "page_size_wrong", ""),
+        (tiles_of_32_in_pages, "page_size_wrong", ""),
+        (borders_one_later, "sequences_begin_wrongly", ""),
         (pages_in_order, "pages_in_order", ""),
         (cu_seqlens_k_ignored, "sequences_unseparated", ""),
         (lengths_ignored_when_packed, "lengths_ignored", "cu_seqlens_q is given"),
@@ -240,6 +266,7 @@ def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, *
         (picking(lambda x, Lk: x % Lk), "key_indices_pick_by_minus_1", ""),
         (picking(lambda x, Lk: np.maximum(x, 0)), "key_indices_pick_by_minus_1", ""),
         (in_turn, "key_indices_count_twice", ""),
+        (twice_while_decoding, "key_indices_count_twice", "Lq = 1"),
         (causal_ignored_beside_key_indices, "causal_ignored", "key_indices is given"),
         (scaled(lambda k, v, s, t: {"k": widened(k, s), "v": v * 1.0}), "scales_ignored", ""),
         (scaled(lambda k, v, s, t: {"k_scale": s * s, "v_scale": t}), "scales_twice", ""),

@@ -104,28 +104,34 @@ def attention(q, k, v, is_causal=False, q_offset=0):
     return minimha.attention(q, k, v, is_causal=is_causal, q_offset=q_offset, backend="dense")
 
 
-def without_offset(q, k, place):
-    return k.shape[2] - q.shape[2] if place == "at the last keys" else 0
+def without_offset(q, k, place, kv_lengths=None):
+    if place == "at the first keys":
+        return 0
+    Lk = k.shape[2] if kv_lengths is None or place == "at the last keys" else kv_lengths
+    return Lk - q.shape[2]
 
 
-@pytest.mark.parametrize("place", ["at the first keys", "at the last keys"])
+@pytest.mark.parametrize(
+    "place", ["at the first keys", "at the last keys", "at the last keys of each length"]
+)
 def test_a_kernel_without_an_offset_is_asked_where_its_queries_stand(place):
     """It gets the problems whose queries stand there, and is right or wrong in those."""
 
-    def right(q, k, v, is_causal=False, window_size=None):
+    def right(q, k, v, is_causal=False, window_size=None, kv_lengths=None):
         return minimha.attention(
             q, k, v, is_causal=is_causal, window_size=window_size, backend="dense",
-            q_offset=without_offset(q, k, place),
+            kv_lengths=kv_lengths, q_offset=without_offset(q, k, place, kv_lengths),
         )  # fmt: skip
 
-    def decoding_without_window(q, k, v, is_causal=False, window_size=None):
+    def decoding_without_window(q, k, v, is_causal=False, window_size=None, kv_lengths=None):
         window = None if q.shape[2] == 1 else window_size
-        return right(q, k, v, is_causal=is_causal, window_size=window)
+        return right(q, k, v, is_causal=is_causal, window_size=window, kv_lengths=kv_lengths)
 
     report = minimha.check(right, seed=3)
     assert report.verdict == "right"
     tried = [r.problem.options for r in report.findings.results if not r.is_refused]
     assert any("q_offset" in options for options in tried)
+    assert any({"is_causal", "kv_lengths"} <= {*options} for options in tried)
     report = minimha.check(decoding_without_window, seed=3)
     assert report.deviations == ("window_ignored",), str(report)
     assert report.findings.conditions == {"window_ignored": "Lq = 1"}

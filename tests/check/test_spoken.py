@@ -12,7 +12,7 @@ from minimha.check.translation import Refused, translated
 from minimha.dialects import flash_attention
 
 KERNEL = Path(__file__).parents[2] / "walkthroughs" / "kernels" / "in_c"
-TOP, BOTTOM = "causal_top_left", "causal_bottom_right"
+TOP, BY_LENGTH = "causal_top_left", "causal_by_length"
 MEAN, LEAKS = "dead_rows_mean", "nan_leaks"
 x = np.arange(24, dtype=np.float32).reshape(2, 1, 3, 4)
 QKV = {"q": x, "k": x, "v": x}
@@ -43,7 +43,7 @@ def paged_in_order(q, k, v, block_table, **options):
 )
 def test_packed_and_paged_functions_are_right_by_their_own_conventions(function, speaks):
     report = minimha.check(function, speaks, arrays="numpy")
-    assert_is(report, "right", BOTTOM)
+    assert_is(report, "right", BY_LENGTH)
     assert not {"kv_lengths", "alibi_slopes", "softcap", "window_size"} & set(report.refused)
 
 

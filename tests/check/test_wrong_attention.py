@@ -268,7 +268,11 @@ def test_blocks_of_rows_share_the_windows_first_key():
     name, (i, j) = "window, 64 tokens", np.indices((64, 64))
     for identifier, value, first in (
         ("window_left_in_blocks", (16, 16), (i // 16 * 16 - 9) // 16 * 16),
-        ("window_starts_from_last_row", 32, np.maximum(i - 9, np.where(i < 32, 0, 32))),
+        (
+            "window_starts_from_last_row",
+            ("whole", 32, 32),
+            np.maximum(i - 9, np.where(i < 32, 0, 32)),
+        ),
     ):
         output, _ = attend(PROBLEMS[name], {identifier: value})
         mask = (first <= j) & (j <= i + 3)
@@ -522,3 +526,122 @@ def test_what_is_wrong_and_what_to_change_are_sentences():
         for sentence in (deviation.wrong, deviation.change):
             assert sentence.endswith(".")
             assert sentence[0].isupper() or "(" in sentence or sentence.split()[0].islower()
+
+
+def seen_by(name, *, visible):
+    """A problem's answer with a mask in place of causality and windows."""
+    i, j = np.indices((PROBLEMS[name]["q"].shape[2], PROBLEMS[name]["k"].shape[2]))
+    mask = visible(i, j)
+    return right(name, is_causal=False, window_size=None, attn_mask=mask)[0]
+
+
+def halved_columns(x):
+    """Q whose columns 96 to 127 of 160 count twice, as if 64 of them were moved back."""
+    return x["q"] * np.where(np.isin(np.arange(160), np.arange(96, 128)), 2, 1).astype(np.float32)
+
+
+OFFSETS = np.array([40, 298, 150])[:, None, None, None]
+THREE = "causal, groups of three, 100 queries"
+SAME = [  # a deviation, its value, a problem, and the answer by other means
+    ("last_columns_count_twice", 64, "wide heads",
+     lambda: right("wide heads", q=halved_columns(PROBLEMS["wide heads"]))[0]),
+    ("causal_masked_in_last_block", (128, 64), THREE,
+     lambda: seen_by(THREE, visible=lambda i, j: (j <= i) | (j < 64))),
+    ("window_left_of_entry_0", 1, "window, an offset for each entry, 301 keys",
+     lambda: seen_by("window, an offset for each entry, 301 keys", visible=lambda i, j: (
+         (j >= i + 40 - 70) & (j <= i + OFFSETS + 5)))),
+    ("only_first_computed", ("keys in the first half of each step", 32), "301 keys",
+     lambda: seen_by("301 keys", visible=lambda i, j: j % 64 < 32)),
+    ("last_whole_block_dropped", 64, "whole pages, 301 keys",
+     lambda: right("whole pages, 301 keys", kv_lengths=np.array([0, 64, 48]))[0]),
+    ("last_whole_block_dropped", 16, "64 tokens",
+     lambda: right("64 tokens", kv_lengths=np.array([48]))[0]),
+    ("scale_from_dv", "if Dv < D", "narrow values",
+     lambda: right("narrow values", scale=3**-0.5)[0]),
+    ("sink_unshifted", "of keys and sink", "sinks", lambda: with_sink(lambda top: 1 + 0 * top)),
+    ("sink_unshifted", "of keys", "sinks", lambda: with_sink(np.exp, of_keys=True)),
+    ("denominator_of_half_tiles", (32, 16), "301 keys",
+     lambda: by_terms("301 keys", lambda E: E[..., np.arange(301) % 32 < 16].sum(-1))),
+    ("exponential_approximated", "linear", "one head", lambda: linear("one head")),
+    ("parts_merged_wrongly", ("sums", ("every", 2)), "301 keys", lambda: interleaved("301 keys")),
+    ("parts_merged_wrongly", ("L of the last", ("keys", 64)), "301 keys",
+     lambda: merged_in_turn("301 keys", 64)),
+]  # fmt: skip
+
+
+def exponentials(name):
+    S = scores(name)
+    return np.exp(S - S.max(-1, keepdims=True))
+
+
+def by_terms(name, denominator):
+    """The output with another denominator."""
+    E = exponentials(name)
+    return E @ PROBLEMS[name]["v"].astype(np.float64) / denominator(E)[..., None]
+
+
+def with_sink(term, *, of_keys=False):
+    """The output of "sinks" with exp(sink) or another term added to the denominator."""
+    S, sinks = scores("sinks"), PROBLEMS["sinks"]["sinks"].astype(np.float64)[:, None, None]
+    top = S.max(-1, keepdims=True)
+    E = np.exp(S - (top if of_keys else np.maximum(top, sinks)))
+    return (
+        E @ PROBLEMS["sinks"]["v"].astype(np.float64) / (E.sum(-1, keepdims=True) + np.exp(sinks))
+    )
+
+
+def linear(name):
+    """The output with 2^x taken for 2^floor(x) · (1 + x - floor(x))."""
+    y = np.log2(exponentials(name))
+    E = 2 ** np.floor(y) * (1 + y - np.floor(y))
+    return E @ PROBLEMS[name]["v"].astype(np.float64) / E.sum(-1, keepdims=True)
+
+
+def interleaved(name):
+    """The output of even and of odd keys, each with its own maximum, whose sums are added."""
+    S, V = scores(name), PROBLEMS[name]["v"].astype(np.float64)
+    E = np.concatenate(
+        [np.exp(S[..., n::2] - S[..., n::2].max(-1, keepdims=True)) for n in (0, 1)], -1
+    )
+    V = np.concatenate([V[..., n::2, :] for n in (0, 1)], -2)
+    return E @ V / E.sum(-1, keepdims=True)
+
+
+def merged_in_turn(name, size):
+    """The output of parts of the keys, merged one after another by the last part's log-sum-exp."""
+    S, V = scores(name), PROBLEMS[name]["v"].astype(np.float64)
+    O, last = 0.0, np.full((*S.shape[:-1], 1), -np.inf)
+    for j in range(0, S.shape[-1], size):
+        L = np.log(np.exp(S[..., j : j + size]).sum(-1, keepdims=True))
+        o = np.exp(S[..., j : j + size] - L) @ V[..., j : j + size, :]
+        both = np.logaddexp(last, L)
+        O, last = O * np.exp(last - both) + o * np.exp(L - both), L
+    return O
+
+
+@pytest.mark.parametrize(("identifier", "value", "name", "expected"), SAME)
+def test_a_deviation_is_what_such_a_kernel_computes(identifier, value, name, expected):
+    output, _ = attend(PROBLEMS[name], {identifier: value})
+    np.testing.assert_allclose(output, expected(), rtol=1e-6, atol=1e-9)
+    assert not np.allclose(output, right(name)[0], atol=1e-5)
+
+
+def test_heads_of_a_group_of_8_are_computed_in_two_passes():
+    rng = np.random.default_rng(0)
+    x = {n: rng.normal(size=(1, h, 5, 4)) for n, h in (("q", 16), ("k", 2), ("v", 2))}
+    output, _ = attend(x, {"kv_heads_misread": ("kv", "number of 4 heads, mod Hkv")})
+    heads = np.repeat([0, 1, 0, 1], 4)
+    expected = attention(x["q"], x["k"][:, heads], x["v"][:, heads], backend="dense")
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
+def test_rows_of_a_group_of_three_are_taken_for_rows_of_four():
+    name = "causal, groups of three, 65 queries"
+    x, (g, i) = PROBLEMS[name], np.indices((3, 65))
+    output, _ = attend(x, {"packed_rows_confused": "r >> ceil log2 G"})
+    mask = np.arange(x["k"].shape[2]) <= ((3 * i + g) >> 2)[..., None]
+    expected, _ = right(name, is_causal=False, attn_mask=mask[None])
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+    output, _ = attend(x, {"only_first_computed": ("rows of groups of a power of 2", 1)})
+    is_computed = (4 * i + g < 3 * 65)[None, ..., None]
+    np.testing.assert_allclose(output, np.where(is_computed, right(name)[0], 0), rtol=1e-10)
