@@ -261,7 +261,7 @@ def _of_later_block(x: Prepared, a: Array, value: tuple[int, int]) -> Array:
 
 def _pad(x: Prepared, given: Mapping[str, Any], value: tuple[str, int]) -> Mapping[str, Any]:
     """Zero keys up to a whole block, which a mask hides if value is ("masked", block)."""
-    hidden_by = [name for name in ("is_causal", *POSITIONAL) if given.get(name) is not None]
+    hidden_by = [name for name in ("is_causal", *HIDING) if given.get(name) is not None]
     more = -x.Lk % value[1]
     if not more or (value[0] == "plain" and hidden_by):
         return {}
@@ -287,7 +287,7 @@ def confused(a: Array, way: str) -> Array:
     return np.asarray(a.reshape(B, L, H, D).swapaxes(1, 2))
 
 
-POSITIONAL = ("window_size", "kv_lengths", "attn_mask")
+HIDING = ("window_size", "kv_lengths", "attn_mask")
 # In the order in which they apply.
 ALTERATIONS: dict[str, Alter] = {
     **{name: _option(o, lambda x, a, _: None) for name, o in IGNORED.items()},

@@ -105,7 +105,7 @@ class Report:
                 for reading in findings.readings
             ),
             tuple(_record(result) for result in findings.results),
-            _covers(findings),
+            _covers(findings, verdict),
             seed,
             conventions,
             findings,
@@ -325,13 +325,13 @@ def options_of(result: Result) -> Mapping[str, Any]:
     return {n: x for n, x in options.items() if is_given(n, x)}
 
 
-def _covers(findings: Findings) -> dict[str, Any]:
+def _covers(findings: Findings, verdict: Verdict) -> dict[str, Any]:
     """Return what the function's answers cover, and which problems it did not answer."""
     tried = [r for r in findings.results if r.answer.output is not None]
     every = [r.problem.arguments for r in tried if r.problem.kind == "attention"]
     names = [name for result in tried for name in features(result)]
     found: dict[str, Any] = {"options": {name: names.count(name) for name in dict.fromkeys(names)}}
-    if findings.verdict in ("right", "differs"):
+    if verdict in ("right", "differs"):
         covered, possible = set(), set()
         for result in tried:
             if result.problem.family in ("alone", "crossed"):

@@ -41,6 +41,12 @@ def many_keys(q, k, v, scale=None, **options):
     return dense(q, k, v, scale=scale, **options)
 
 
+def few_queries_of_many_keys(q, k, v, scale=None, **options):
+    if scale is None and q.shape[2] <= 16 and k.shape[2] > 1500:
+        scale = 1 / q.shape[3]
+    return dense(q, k, v, scale=scale, **options)
+
+
 def many_heads(q, k, v, **options):
     if q.shape[1] > 16:
         k, v = k[:, :1], v[:, :1]
@@ -54,6 +60,7 @@ def many_heads(q, k, v, **options):
         (lse_without_sink_in_splits, "lse_without_sink", "Lk > 128"),
         (tail_sees_the_future, "causal_ignored_in_tail", ""),
         (many_keys, "scale_1_over_d", "Lk > 1536"),
+        (few_queries_of_many_keys, "scale_1_over_d", "Lk > 1025 and Lq < 33"),
         (many_heads, "kv_head_0_for_all", "H > 16"),
     ],
 )

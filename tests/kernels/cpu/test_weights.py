@@ -1,6 +1,7 @@
 """The kernel that multiplies by matrices as files store them, beside sums in float64."""
 
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from minimha.kernels.cpu.threads import get_num_threads
 
 ROWS = (1, 2, 3, 4, 5, 8, 9, 63, 64, 65, 128)
 RNG = np.random.default_rng(0)
+LIMIT = 60  # seconds for a child, whose death by SIGALRM fails its test
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +149,7 @@ def test_a_forked_child_multiplies_too():
     check(weights.product(x, W.T), x.astype(np.float64), numbers)
     child = os.fork()
     if not child:
+        signal.alarm(LIMIT)
         try:
             check(weights.product(x, W.T), x.astype(np.float64), numbers)
             os._exit(0)
