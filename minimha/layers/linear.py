@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class Joined:
             if y is None:
                 each = [product(rows, W.astype(x.dtype, copy=False)) for W in group.matrices]
             else:
-                each = np.split(y, group.ends, axis=-1)
+                each = [y[:, own] for own in group.columns]
             found.update(zip(group.numbers, each, strict=True))
         return [found[n].reshape(*x.shape[:-1], W.shape[1]) for n, W in enumerate(self.matrices)]
 
@@ -82,10 +83,12 @@ class _Group:
 
     def __init__(self, matrices: tuple[Array | Stored, ...], numbers: list[int]) -> None:
         self.matrices, self.numbers, self._weights = matrices, numbers, None
+        widths = (W.shape[1] for W in matrices)
         self.size = sum(W.size for W in matrices)
-        self.ends = np.cumsum([W.shape[1] for W in matrices])[:-1]
+        self.columns = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]
 
     def product(self, rows: Array) -> Array | None:
+        """Return rows (n, K) times all matrices side by side, or None if no kernel is used."""
         names = {_format(rows, W) for W in self.matrices}
         name = names.pop()
         return None if name is None or names else _by_kernel(name, rows, self)
