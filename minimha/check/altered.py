@@ -86,6 +86,12 @@ def heads_by(x: Prepared, way: str) -> Array:
     return np.asarray(ways[way])
 
 
+def order_by_lengths(x: Prepared, way: str) -> Array:
+    """Return the batch entries in the order of their lengths, "longest first" or the other way."""
+    lengths = x.lengths.ravel()
+    return np.argsort(-lengths if way == "longest first" else lengths, kind="stable")
+
+
 def _option(name: str, change: Callable[[Prepared, Any, Any], Any]) -> Alter:
     """Alter one option by ``change(x, array, value)``, if it is given."""
 
@@ -161,6 +167,10 @@ def _axes(name: str) -> dict[str, Alter]:
         axis = 3 if of == "columns" else 2
         return a if a.shape[axis] == 1 else a.take(_moved(a.shape[axis], block), axis)
 
+    def sorted_otherwise(x: Prepared, a: Array, way: str) -> Array:
+        is_sorted = x.given.get("kv_lengths") is not None and len(a) > 1
+        return a[order_by_lengths(x, way).argsort()] if is_sorted else a
+
     changes: dict[str, Callable[[Prepared, Array, Any], Any]] = {
         "by_kv_head": lambda x, a, way: over_heads(x, a, heads_by(x, way)),
         "head_0_for_all": lambda x, a, _: a[:, :1],
@@ -170,6 +180,7 @@ def _axes(name: str) -> dict[str, Alter]:
         "row_mod_length": packed,
         "last_block_moved": moved,
         "flattened": flattened,
+        "by_order_of_lengths": sorted_otherwise,
         "transposed": transposed,
     }
 

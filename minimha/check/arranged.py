@@ -14,8 +14,11 @@ import numpy as np
 
 from minimha.check import expanded
 from minimha.check.conditions import POSITIONAL
+from minimha.check.prepared import Prepared
 from minimha.check.problems import Draw, Graded, kept
 from minimha.equations.arrays import FLOAT8, extension
+from minimha.equations.functions import PARAMETERS
+from minimha.equations.problem import Problem
 
 FAMILY = "arranged"
 KINDS = {  # what a problem shows, by the option that it is about
@@ -46,6 +49,83 @@ def arranged(seed: int = 0, D: int = 8) -> tuple[Graded, ...]:
         *_picked(seed, D), *_scaled(seed, D),
     )  # fmt: skip
     return tuple(kept(problem) for problem in problems)
+
+
+def rearranged(problem: Graded, kind: str, seed: int) -> Graded | None:
+    """Return a problem of ``crossed`` with an option of ``KINDS``, or None if they exclude it.
+
+    The numbers stay as they are: keys move into pages, and batch entries become packed sequences.
+    With lengths, a sequence without queries comes between the others. Functions, indices of keys
+    and 8-bit numbers are added.
+    """
+    given, draw = dict(problem.arguments), Draw(f"{problem.name} {kind} {seed}")
+    (B, _, Lq, _), (_, Hkv, Lk, _) = given["q"].shape, given["k"].shape
+    offset = np.broadcast_to(given.get("q_offset", max(Lk - Lq, 0)), (B,))
+    is_placed = bool(POSITIONAL & set(given)) or kind in PARAMETERS
+    if is_placed and (Lq != Lk or kind == "block_table"):
+        given["q_offset"] = offset
+    if kind == "block_table":
+        lengths = np.broadcast_to(given.get("kv_lengths", Lk), (B,))
+        given |= _in_pages(draw, given) | {"kv_lengths": lengths}
+    elif kind == "cu_seqlens_q":
+        if {"attn_mask", "attn_bias"} & set(given):
+            return None
+        given = _in_sequence(given)
+    elif kind in PARAMETERS:
+        given[kind] = expanded.NAMED[f"{kind[:-4]}_by_all"]
+    elif kind == "key_indices":
+        given[kind] = _picks(draw, given)
+    else:
+        for X in "kv":
+            given[X] = draw.rng.integers(-128, 128, given[X].shape, np.int8)
+            exponents = draw.rng.integers(-7, -4, (B, Hkv, Lk))
+            given[f"{X}_scale"] = np.exp2(exponents).astype(np.float32)
+    if Prepared(given).sees_nothing.any():  # functions may hide the only key that a query sees
+        return None
+    return kept(_problem(problem.name, kind, given))
+
+
+def _in_pages(draw: Draw, given: dict[str, Any]) -> dict[str, Any]:
+    """Return keys, values and a table of pages of 16 keys in any order."""
+    size, (B, _, Lk, _) = PAGES[1], given["k"].shape
+    number = -(-Lk // size)
+    table = draw.rng.permutation(B * number + 1)[: B * number].reshape(B, number)
+    found: dict[str, Any] = {"block_table": table.astype(np.int32)}
+    for X in "kv":
+        filled = np.pad(given[X], [(0, 0), (0, 0), (0, number * size - Lk), (0, 0)])
+        split = filled.reshape(*filled.shape[:2], number, size, -1).swapaxes(1, 2)
+        found[X] = draw.numbers(B * number + 1, *split.shape[2:])
+        found[X][table] = split
+    return found
+
+
+def _in_sequence(given: dict[str, Any]) -> dict[str, Any]:
+    """Return packed sequences of the batch entries, the second without queries if with lengths."""
+    (B, _, Lq, _), Lk = given["q"].shape, given["k"].shape[2]
+    order, queries = list(range(B)), [Lq] * B
+    if B > 1 and "kv_lengths" in given:
+        order, queries = [0, 0, *order[1:]], [Lq, 0, *queries[1:]]
+    found = {name: x for name, x in given.items() if name not in ("kv_lengths", "q_offset")}
+    found["q"] = np.concatenate(list(given["q"]), 1)[None]
+    for X in "kv":
+        found[X] = np.concatenate([given[X][b] for b in order], 1)[None]
+    for name in ("kv_lengths", "q_offset"):
+        if name in given:
+            found[name] = np.broadcast_to(given[name], (B,))[order]
+    keys = [Lk] * len(order)
+    return found | {"cu_seqlens_q": _starts(queries), "cu_seqlens_k": _starts(keys)}
+
+
+def _picks(draw: Draw, given: dict[str, Any]) -> Any:
+    """Return seven keys for each query: one that it sees, one that is none, and one again."""
+    x = Problem.of(**{name: value for name, value in given.items() if name != "return_lse"})
+    (B, H, Lq, _), (_, Hkv, Lk, _) = x.q.shape, x.k.shape
+    visible = np.broadcast_to(x.visible(slice(0, Lq), slice(0, Lk)), (B, H, Lq, Lk))
+    seen = visible.reshape(B, Hkv, -1, Lq, Lk).all(2)
+    turns = draw.rng.random(seen.shape) - seen
+    picks = turns.argsort(-1)[..., :5]
+    none, again = np.full_like(picks[..., :1], -1), picks[..., :1]
+    return np.concatenate([picks, none, again], axis=-1).astype(np.int32)
 
 
 def kinds_of(problem: Graded) -> list[str]:

@@ -17,7 +17,7 @@ from secrets import randbits
 import numpy as np
 
 from minimha.check.answer import NOT_ASKED, Answer
-from minimha.check.arranged import arranged, kinds_of
+from minimha.check.arranged import arranged, kinds_of, rearranged
 from minimha.check.compared import compare
 from minimha.check.conditions import sizes
 from minimha.check.crossed import (
@@ -129,12 +129,12 @@ class Asking:
         fitting = next((pair for pair in self._fits() if self._takes(*pair)), None)
         if fitting is None:
             return
-        taken = self._meet(*fitting)
+        singles, others = self._meet(*fitting)
         small = [p for p in self.answers if p.family and p.family != "sized"]
         if self.arranges:
-            self._arrange(fitting[0].D)
+            self._arrange(fitting[0], [*singles, *others])
         if not any(self.is_wrong(p, asks_lse=False) for p in small):
-            self.all([*sized(self.seed), *self._wide(fitting[0], taken)])
+            self.all([*sized(self.seed), *self._wide(fitting[0], singles)])
             self._narrow()
             self._compare_batches()
 
@@ -179,15 +179,21 @@ class Asking:
         problems = (crossed(on, wide, self.seed) for on in taken if some.D < WIDE)
         return [replace(problem, family="sized") for problem in problems]
 
-    def _arrange(self, D: int) -> None:
-        """Ask the problems of each kind whose plainest one is taken."""
+    def _arrange(self, some: Sizes, answered: Sequence[Switches]) -> None:
+        """Ask the problems of each kind whose plainest one is taken.
+
+        Problems that were ``answered`` without an option of these kinds are asked with it, too.
+        """
         taken: dict[str, bool] = {}
-        for problem in arranged(self.seed, D):
+        for problem in arranged(self.seed, some.D):
             kinds = kinds_of(problem)
             if all(taken.get(kind, True) for kind in kinds):
                 is_taken = self.is_taken(problem)
                 for kind in kinds:
                     taken.setdefault(kind, is_taken)
+        plain = [crossed(on, some, self.seed) for on in answered]
+        several = [rearranged(p, kind, self.seed) for p in plain for kind in taken if taken[kind]]
+        self.all([problem for problem in several if problem is not None])
 
     def _fits(self) -> list[tuple[Sizes, Switches]]:
         """Return the sizes to try, and the switches that each problem needs then."""
@@ -221,8 +227,11 @@ class Asking:
             compare(answer, x.predicted(NONE), asks_lse).is_explained
         )
 
-    def _meet(self, some: Sizes, needed: Switches) -> list[Switches]:
-        """Ask each switch alone, then rows of those that are taken; return what was taken alone."""
+    def _meet(self, some: Sizes, needed: Switches) -> tuple[list[Switches], list[Switches]]:
+        """Ask each switch alone, then rows of those that are taken.
+
+        Returns what was taken alone, and what else was answered.
+        """
         needed = needed | self._place(some, needed)
 
         def problem(on: Switches) -> Graded:
@@ -249,8 +258,8 @@ class Asking:
                         self.all([problem(few - {*FIRST_QUERY} | (taken & {FIRST_QUERY[2]}))])
             if len(excluded) == before:
                 break
-        self.all([problem(on) for on in long(taken)])
-        return [on | needed for on in singles]
+        several = [on for on in long(taken) if self.is_taken(problem(on))]
+        return [on | needed for on in singles], [on | needed for on in (*answered, *several)]
 
 
 def _differ(whole: Answer, alone: Answer) -> bool:

@@ -138,14 +138,17 @@ class Caller:
     def _sees_key_9(self, options: Mapping[str, Any]) -> bool | None:
         """Return whether the first of 64 queries over 128 keys sees key 9, or None if unknown.
 
-        It does not if it is causal and stands at key 0, or at the first of the last 64 of 72 keys.
-        Unknown is the answer of a function that refuses the problem, or returns only zeros.
+        It does not if it is causal, or sees little but its own key, and stands at key 0, or at the
+        first of the last 64 of 72 keys. Unknown is the answer of a function that refuses the
+        problem, or returns only zeros.
         """
         x = {"q": np.zeros((1, 1, 64, 64)), "k": np.zeros((1, 1, 128, 64))}
         x["v"] = np.broadcast_to(np.arange(128)[:, None] > 8, x["k"].shape).astype(float)
         self._is_placed = False
         try:
-            for option in ({"is_causal": True}, {"window_size": (1, 1)}):
+            for option in (
+                {"is_causal": True}, {"window_size": (1, 1)}, {"alibi_slopes": np.array([1e3])},
+            ):  # fmt: skip
                 found = self.answer({**x, **options, **option}).output
                 if found is not None and found.shape == x["q"].shape and found.any():
                     return not (found[:, :, 0] == 0).all()

@@ -27,6 +27,7 @@ STEPS = ("whole steps of columns of Q and K",)
 HALVES = ("keys in the first half of each step",)
 GROUPS = "rows of groups of a power of 2"
 COLUMNS = ("columns of Q and K", "whole blocks of columns of Q and K")
+TEMPLATES = (32, 64, 96, 128, 192, 256)  # widths for which kernels are compiled
 MANY = (256, 512, 1024, 2048, 4096)
 SPLITS = (
     *(("parts", n) for n in (2, 4, 8, 3)), *(("keys", n) for n in BLOCKS[:6]), ("floors", 2),
@@ -44,6 +45,7 @@ WEIGHINGS = (
 # Rows and keys of a tile.
 TILES = ((64, 64), (128, 128), (32, 32), (128, 64), (64, 32), (64, 128), (16, 16), (64, 16))
 LAST_BLOCKS = tuple((of, n) for of in ("columns", "rows") for n in (64, 128, 32, 16))
+SORTED = ("longest first", "shortest first")  # batch entries
 HEADS = ("kv", "v", "k")  # what is indexed: K and V, or one of them
 SCALED = ("kv", "k", "v")  # what is multiplied by scales: K and V, or one of them
 OTHER_HEADS = ("h // G", "h mod Hkv", "(h mod G) · Hkv + h // G", "h mod 16", "h mod 8")
@@ -89,7 +91,7 @@ _ALL = [
          tuple((which, way) for way in MISREAD for which in HEADS)),
         ("packed_rows_confused", "Rows of grouped heads in one tile get each other's positions.",
          "Row r is query r mod Lq if heads follow each other, query r // G if they alternate.",
-         ("row // G", "row mod Lq", "r >> ceil log2 G",
+         ("row // G", "row mod Lq", "r >> ceil log2 G", "r >> log2 G",
           *(f"r // G in tiles of {n}" for n in BLOCKS[:4]),
           *((way, of) for way in ("i · G + g", "g · Lq + i") for of in PLACES[:4]))),
     ),
@@ -117,7 +119,8 @@ _ALL = [
         ("scale_model_width", "The scores are scaled by 1/sqrt(H · D), the width of the model.",
          "Scale by 1/sqrt(D), with D the width of a head."),
         ("scale_padded_width", "The scores are scaled by 1/sqrt of a width that was rounded up.",
-         "Scale by 1/sqrt(D), with D before padding.", (16, 8, 32, 64, 128, "power of 2")),
+         "Scale by 1/sqrt(D), with D before padding.",
+         (16, 8, 32, 64, 128, "power of 2", TEMPLATES)),
         ("scores_ignored", "Every visible key has the same weight: scores are ignored.",
          "Multiply Q Kᵀ by 1/sqrt(D), and weigh by exp of it."),
         ("scale_from_dv", "The scale is computed from the width of V: 1/sqrt(Dv).",
@@ -187,6 +190,8 @@ _ALL = [
     *stage("the bias's batch", ("attn_bias",),
         ("bias_batch_0_for_all", "Batch entry 0's attn_bias is used for all.",
          "Index attn_bias by batch entry.", ("always", "if it has one head")),
+        ("bias_by_order_of_lengths", "Batch entries are sorted by length, and attn_bias is not.",
+         "Index attn_bias by batch entry, not by its place in the order.", SORTED),
     ),
     *stage("alibi", ("alibi_slopes",),
         ("alibi_ignored", "alibi_slopes are ignored.", "Add -slope · |i + q_offset - j|."),
@@ -362,6 +367,8 @@ _ALL = [
     *stage("the mask's batch", MASKS,
         ("mask_batch_0_for_all", "Batch entry 0's mask is used for all.",
          "Index the mask by batch entry.", ("always", "if it has one head")),
+        ("mask_by_order_of_lengths", "Batch entries are sorted by length, and the mask is not.",
+         "Index the mask by batch entry, not by its place in the order.", SORTED),
     ),
     *stage("hiding", HIDING,
         ("hidden_after_softmax",
@@ -556,6 +563,12 @@ _ALL = [
          "The running output is not rescaled when the running maximum grows.",
          "Multiply O by exp(m_old - m_new) at each block.", BLOCKS),
     ),
+    *stage("the output's last columns", ALWAYS,
+        ("columns_not_rescaled",
+         "The output's last columns are not rescaled when the running maximum grows.",
+         "Multiply all Dv columns of O by exp(m_old - m_new) at each block.",
+         tuple((first, n) for first in (128, 64, "D") for n in BLOCKS[:4])),
+    ),
     *stage("rescaling", ALWAYS,
         ("rescaling_skipped", "The running maximum may grow a little without a rescaling.",
          "Keep the old maximum if output and sum are not rescaled.",
@@ -645,7 +658,7 @@ _ALL = [
         ("written_as_far_as_inputs", "Columns beyond D, or rows beyond Lk, are not written.",
          "Write Lq rows of Dv columns.", ("columns", "rows")),
         ("entries_put_back_wrongly", "Batch entries are sorted by length, but not put back right.",
-         "Put them back by the inverse of the permutation.", ("longest first", "shortest first")),
+         "Put them back by the inverse of the permutation.", SORTED),
         ("output_columns_repeat", "Columns beyond a block repeat those of the first block.",
          "Read the values' columns from the block's own first one.", BLOCKS[:4]),
         ("residual_added", "The input is added to the output.", "Return the attention alone."),

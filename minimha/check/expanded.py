@@ -168,6 +168,11 @@ def _gather_pages(plain: dict[str, Any], arguments: Mapping[str, Any]) -> None:
         X = np.asarray(plain[name]).swapaxes(1, 2)  # (pages, page size, Hkv, D)
         X = X.reshape(-1, *X.shape[2:])
         plain[name] = X[np.minimum(flat, len(X) - 1)].swapaxes(1, 2)
+    for name, filled in (("attn_mask", True), ("attn_bias", 0)):
+        a = plain.get(name)
+        if a is not None and 1 < np.shape(a)[-1] < len(j):  # without the rest of the last page
+            sides = [(0, 0)] * (np.ndim(a) - 1) + [(0, len(j) - np.shape(a)[-1])]
+            plain[name] = np.pad(a, sides, constant_values=filled)
     plain["kv_lengths"] = np.minimum(plain.get("kv_lengths", len(j)), len(j))
     plain["kv_lengths"] = np.broadcast_to(plain["kv_lengths"], (len(table),))
 

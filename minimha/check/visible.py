@@ -180,6 +180,7 @@ def rows(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
         "i · G + g": alternating,
     }  # fmt: skip
     ways["r >> ceil log2 G"] = alternating >> (G - 1).bit_length()
+    ways["r >> log2 G"] = alternating >> (G.bit_length() - 1)
     for n in BLOCKS[:4]:
         start = alternating // n * n
         ways[f"r // G in tiles of {n}"] = start // G + (alternating - start) // G

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check import visible
-from minimha.check.altered import confused
+from minimha.check.altered import confused, order_by_lengths
 from minimha.check.catalogue import AXES, DEVIATIONS, GROUPS
 from minimha.check.expanded import Place
 from minimha.check.prepared import FLOAT32, SMALLEST, Impossible, Prepared
@@ -111,6 +111,7 @@ class _Deviation(Scores):
         self.lost: Array | None = None  # rows that see keys but whose sum is 0
         self.looseness = 0.0  # relative error of weights from lost precision
         self.L: Array  # the log-sum-exp, (B, H, Lq)
+        self.W_stale: Array  # the weights of columns that are not rescaled
         self.is_shared: bool  # whether rows share their sums
 
     def result(self) -> Deviated:
@@ -168,6 +169,9 @@ class _Deviation(Scores):
             if "softmax_not_normalised" in d
             else numerators / np.where(total == 0, 1, total)
         )
+        if "columns_not_rescaled" in d:
+            stale = self.stale(d["columns_not_rescaled"][1], exp, exp(keys_top - top))
+            self.W_stale = stale / np.where(total == 0, 1, total)
         W = W * self.factor
         if self.soft is not None:
             W = np.where(self.soft, W, 0)
@@ -208,16 +212,15 @@ class _Deviation(Scores):
             return self.rescaled_lazily(E, *self.d["rescaling_skipped"])
         if blocks == (None, None):
             return E, E
-        stale = []
-        for B_c in blocks:
-            if B_c is None:
-                stale.append(E)
-                continue
-            running = np.maximum.accumulate(self.S, -1)
-            ends = np.minimum((self.x.j // B_c + 1) * B_c, self.x.Lk) - 1
-            running = running[..., ends]
-            stale.append(np.where(np.isneginf(running), 0, exp(self.S - running) * last))
-        return stale[0], stale[1]
+        output, sums = (E if B_c is None else self.stale(B_c, exp, last) for B_c in blocks)
+        return output, sums
+
+    def stale(self, B_c: int, exp: Any, last: Array) -> Array:
+        """Return exponentials that stay as they were when their block of keys was added."""
+        running = np.maximum.accumulate(self.S, -1)
+        ends = np.minimum((self.x.j // B_c + 1) * B_c, self.x.Lk) - 1
+        running = running[..., ends]
+        return np.where(np.isneginf(running), 0, exp(self.S - running) * last)
 
     def rescaled_lazily(self, E: Array, of: str, B_c: int) -> tuple[Array, Array]:
         """Return what ``online`` does if growth up to ``TOLERATED`` is made up for only in part.
@@ -294,6 +297,10 @@ class _Deviation(Scores):
             visible = self.has_score if self.soft is None else self.has_score & self.soft
             sees_bad = np.asarray((visible & is_bad[:, :, None, :]).any(-1))
             self.O = np.where(sees_bad[..., None], np.nan, self.O)
+        if "columns_not_rescaled" in self.d:
+            first, _ = self.d["columns_not_rescaled"]
+            first = x.D if first == "D" else first
+            self.O = np.concatenate([self.O[..., :first], self.W_stale @ V[..., first:]], axis=-1)
         sizes = np.where(np.isfinite(V), abs(V), 0)
         for name, bits in (("output_in_float16", 11), ("output_in_bfloat16", 8)):
             if name in self.d:
@@ -353,9 +360,9 @@ class _Deviation(Scores):
         if "lse_base_2" in d:
             L = L / np.log(2)
         if "lse_of_largest_part" in d:
-            self.largest = self.sums_of_parts(d["lse_of_largest_part"])[1].max(-1, keepdims=True)
-        if self.largest is not None and self.x.problem.sinks is None:
-            L = self.largest
+            self.returned = self.sums_of_parts(d["lse_of_largest_part"])[1].max(-1, keepdims=True)
+        if self.returned is not None and self.x.problem.sinks is None:
+            L = self.returned
         if "lse_rows_permuted" in d and not self.is_shared:
             B, H, Lq = self.x.shape[:3]
             packed = np.broadcast_to(L, (B, H, Lq, 1)).reshape(B, self.x.Hkv, Lq, -1)
@@ -477,9 +484,7 @@ class _Deviation(Scores):
             columns = np.arange(self.O.shape[-1]) % self.d["output_columns_repeat"]
             arrays, is_free = [a[..., columns] for a in arrays], is_free[..., columns]
         if "entries_put_back_wrongly" in self.d and self.x.given.get("kv_lengths") is not None:
-            is_longest_first = self.d["entries_put_back_wrongly"] == "longest first"
-            lengths = self.x.lengths.ravel() * (-1 if is_longest_first else 1)
-            order = np.argsort(lengths, kind="stable")
+            order = order_by_lengths(self.x, self.d["entries_put_back_wrongly"])
             order = order[order]
             arrays = [np.broadcast_to(a, self.O.shape)[order] for a in arrays]
             is_free, self.L = is_free[order], self.L[order]

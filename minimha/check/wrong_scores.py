@@ -51,7 +51,7 @@ class Scores:
         self.is_free = np.zeros(self.x.shape[:3], bool)
         self.is_lse_free = np.zeros(self.x.shape[:3], bool)
         self.factor: Array | float = 1.0  # of all weights
-        self.largest: Array | None = None  # log-sum-exp of a part, which is returned as that of all
+        self.returned: Array | None = None  # log-sum-exp, if it is not that of the weights' sums
 
     def multiply(self) -> None:
         """Set the products S, the sums of their magnitudes, and the values of each query head."""
@@ -81,9 +81,9 @@ class Scores:
                 end = x.D // N * N
             rows, columns = rows[..., :end], columns[..., :end, :]
         if "last_columns_count_twice" in d:
-            N = d["last_columns_count_twice"]
-            if x.D > N and x.D % N:
-                again = [*range(x.D), *range(x.D - N, x.D // N * N)]
+            N, width = d["last_columns_count_twice"], rows.shape[-1]
+            if width > N and width % N:
+                again = [*range(width), *range(width - N, width // N * N)]
                 rows, columns = rows[..., again], columns[..., again, :]
         if k_heads is x.heads and not MULTIPLIED_OTHERWISE & set(d):
             self.S, self.size = x.products
@@ -187,7 +187,9 @@ class Scores:
         if way == "all":  # of a part without keys, the mean holds zeros
             self.factor = np.mean(~np.isneginf(L), axis=-1, keepdims=True)
         if way == "L of the largest":
-            self.largest = L.max(-1, keepdims=True)
+            self.returned = L.max(-1, keepdims=True)
+        elif way == "L of the last":  # shares of parts sum to 1, so that of all is computed apart
+            self.returned = np.logaddexp.reduce(L, axis=-1, keepdims=True)
         else:
             self.is_lse_free = self.is_lse_free | (way != "lse")
 
@@ -214,6 +216,8 @@ class Scores:
 
     def padded_width(self) -> int:
         D, block = self.x.D, self.d.get("scale_padded_width", 1)
+        if isinstance(block, tuple):  # widths for which a kernel is compiled
+            return int(min((width for width in block if width >= D), default=D))
         whole = 1 << (D - 1).bit_length() if block == "power of 2" else -(-D // block) * block
         return int(whole)
 

@@ -6,9 +6,10 @@ import pytest
 
 import minimha
 from minimha.check.answer import Answer
-from minimha.check.arranged import arranged
+from minimha.check.arranged import KINDS, arranged, rearranged
 from minimha.check.calling import Caller, arguments_of
 from minimha.check.compared import compare
+from minimha.check.crossed import SWITCHES, alone, crossed, long, rows
 from minimha.check.expanded import ARRANGING, expanded
 from minimha.check.page import as_text
 from minimha.check.problems import graded
@@ -30,6 +31,37 @@ def test_what_is_expected_is_what_the_equations_give(seed):
     for problem in arranged(seed):
         x = known(problem, "float32")
         assert compare(taken(problem), x.predicted(NONE), x.asks_lse).is_explained, problem.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_crossed_problems_are_arranged_too(kind):
+    every = frozenset(SWITCHES)
+    found = [
+        rearranged(crossed(on), kind, 0) for on in (*alone(), *rows(every), *long(every)[::3])
+    ]
+    problems = [problem for problem in found if problem is not None]
+    assert len(problems) > len(found) / 3
+    for problem in problems:
+        x = known(problem, "float32")
+        assert compare(taken(problem), x.predicted(NONE), x.asks_lse).is_explained, problem.name
+
+
+def scaled_after_the_cap_while_decoding(q, k, v, softcap=None, k_scale=None, v_scale=None):
+    if k_scale is None or softcap is None or q.shape[2] > 1:
+        return dense(q, k, v, softcap=softcap, k_scale=k_scale, v_scale=v_scale)
+    scales = (np.broadcast_to(s, k.shape[:3]) for s in (k_scale, v_scale))
+    groups = q.shape[1] // k.shape[1]
+    k, v, k_scale, v_scale = (np.repeat(x, groups, 1) for x in (k, v, *scales))
+    S = q @ k.astype(np.float32).swapaxes(-1, -2) / np.sqrt(np.float32(q.shape[-1]))
+    S = softcap * np.tanh(S / softcap) * k_scale[:, :, None]
+    W = np.exp(S - S.max(-1, keepdims=True))
+    return W / W.sum(-1, keepdims=True) @ (v * v_scale[..., None])
+
+
+def test_options_are_crossed_with_8_bits_and_shapes():
+    report = minimha.check(scaled_after_the_cap_while_decoding, seed=3)
+    assert (report.verdict, report.deviations) == ("wrong", ("k_scale_late",)), str(report)
+    assert report.findings.conditions == {"k_scale_late": "Lq = 1"}
 
 
 def test_no_query_loses_all_its_keys():
