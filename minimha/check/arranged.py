@@ -7,6 +7,7 @@ a bug shows in other problems, it is searched for in those; deviations must expl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -82,7 +83,8 @@ def rearranged(problem: Graded, kind: str, seed: int) -> Graded | None:
             given[f"{X}_scale"] = np.exp2(exponents).astype(np.float32)
     if Prepared(given).sees_nothing.any():  # functions may hide the only key that a query sees
         return None
-    return kept(_problem(problem.name, kind, given))
+    family = problem.family if problem.family == "sized" else FAMILY
+    return kept(replace(_problem(problem.name, kind, given), family=family))
 
 
 def _in_pages(draw: Draw, given: dict[str, Any]) -> dict[str, Any]:

@@ -381,17 +381,23 @@ class Search:
         if self.known[n].num_scores > FEW_SCORES:
             return []
         wrong = [self.known[m].graded for m in left]
-        shared = frozenset.intersection(*(self.known[m].conditions for m in left)) - USUAL
+        always = frozenset.intersection(*(self.known[m].conditions for m in left))
+        shared = always - USUAL
+        apart = sorted(c for c in always & USUAL if c.startswith(ARRANGING))
         found = []
         for item in (item for items in self.known[n].kinds() for item in items):
             h = hypothesis | {item}
             if self.explains(n, h) and self.left(h, left) == 0:
                 right = [self.known[m] for m in self.contradicted(h, in_all=True)]
-                where: list[list[str]] = []
-                for c in (*sorted(shared), *limits(wrong, [x.graded for x in right])):
-                    rest = [x.graded for x in right if x.holds(c)]
+                plain = [x for x in right if all(map(x.holds, apart))]
+                where: list[list[str]] = [] if plain else [[]]
+                for c in (*sorted(shared), *limits(wrong, [x.graded for x in plain])):
+                    rest = [x.graded for x in plain if x.holds(c)]
                     where += [[c, other] for other in limits(wrong, rest)] if rest else [[c]]
-                found += [hypothesis | {(*item, frozenset(some))} for some in where if right] or [h]
+                for some in where:  # in pages, for example, a kernel may go another way
+                    others = [x for x in right if all(map(x.holds, some))]
+                    some += [c for c in apart if not all(x.holds(c) for x in others)]
+                found += [hypothesis | {(*item, frozenset(c))} for c in where if c and right] or [h]
         found = [h for h in found if not self.contradicted(h, in_all=True)]
         found.sort(key=lambda h: (_num_conditions(h), _rank(h)))
         return [h for h in found if _num_conditions(h) == _num_conditions(found[0])]

@@ -36,9 +36,7 @@ def test_what_is_expected_is_what_the_equations_give(seed):
 @pytest.mark.parametrize("kind", KINDS)
 def test_crossed_problems_are_arranged_too(kind):
     every = frozenset(SWITCHES)
-    found = [
-        rearranged(crossed(on), kind, 0) for on in (*alone(), *rows(every), *long(every)[::3])
-    ]
+    found = [rearranged(crossed(on), kind, 0) for on in (*alone(), *rows(every), *long(every)[::3])]
     problems = [problem for problem in found if problem is not None]
     assert len(problems) > len(found) / 3
     for problem in problems:
