@@ -261,12 +261,16 @@ def _zeroed(x: Prepared, a: Array, block: int) -> Array:
     return np.where(x.j[:, None] < x.Lk // block * block, a, 0)
 
 
-def _of_later_block(x: Prepared, a: Array, value: tuple[int, int]) -> Array:
-    """Give each block of keys the values of one that is so many blocks ahead, if there is one."""
-    block, ahead = value
+def _of_later_block(x: Prepared, a: Array, value: tuple[int, int, str]) -> Array:
+    """Give blocks of keys the values of one that is so many blocks ahead, if there is one.
+
+    These are all blocks, "each", or only the "even" ones.
+    """
+    block, ahead, of = value
     later = x.j + block * ahead
     found = np.where((later < x.Lk)[:, None], a[:, :, np.minimum(later, x.Lk - 1)], 0)
     has_later = x.j // block + ahead <= (x.Lk - 1) // block
+    has_later = has_later & ((of == "each") | (x.j // block % 2 == 0))
     return np.where(has_later[:, None], found, a)
 
 
@@ -397,6 +401,16 @@ def _moved_borders(x: Prepared, given: Mapping[str, Any], more: int) -> Mapping[
     moved = np.array(starts)
     moved[1:-1] += more
     return {name: moved for name in ("cu_seqlens_q", "cu_seqlens_k") if name in given}
+
+
+def _read_on(x: Prepared, given: Mapping[str, Any], block: int) -> Mapping[str, Any]:
+    """Let each sequence have the keys of whole blocks, of which the last one may be the next's."""
+    starts = given.get("cu_seqlens_k", given.get("cu_seqlens_q"))
+    if starts is None or given.get("block_table") is not None:
+        return {}
+    first, ends = np.asarray(starts)[:-1], np.asarray(starts)[1:]
+    whole = first + -(-(ends - first) // block) * block
+    return {RANGES: (first, np.minimum(whole, starts[-1]))}
 
 
 def _pages(change: Callable[[Array, Any], Any]) -> Alter:
@@ -545,6 +559,7 @@ ARRANGED: dict[str, Alter] = {
     "key_indices_count_twice": _counted,
     "sequences_unseparated": _one_sequence,
     "sequences_begin_wrongly": _moved_borders,
+    "sequences_end_in_whole_blocks": _read_on,
     "packed_positions_from_first_row": _from_first_row,
     "pages_of_entry_0": _pages(lambda table, _: np.repeat(table[:1], len(table), 0)),
     "pages_in_order": _pages(lambda table, _: np.arange(table.size).reshape(table.shape)),

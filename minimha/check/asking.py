@@ -152,7 +152,10 @@ class Asking:
 
     def _narrow(self) -> None:
         """Find the largest right number of keys, queries or heads, if all larger ones are wrong."""
-        taken = [p for p in list(self.answers) if p.family == "sized" and self.is_taken(p)]
+        taken = [
+            p for p in list(self.answers)
+            if p.family == "sized" and not kinds_of(p) and self.is_taken(p)
+        ]  # fmt: skip
         wrong = [p for p in taken if self.is_wrong(p)]
         options = [{*p.options, "q_offset"} for p in wrong] or [set()]
         shared = set.intersection(*options) - {"q_offset"}

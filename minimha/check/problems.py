@@ -334,13 +334,6 @@ def _lengths() -> Iterator[Graded]:
         "lengths, causal", "two that hide", {"B": 2, "Lq": 6, "Lk": 6},
         kv_lengths=np.array([3, 5]), is_causal=True,
     )  # fmt: skip
-    draw, shows = Draw("lengths by entry"), "which entry a mask or bias is for, beside lengths"
-    x, lengths = draw.qkv(3, 2, Lq=4, Lk=8), np.array([3, 8, 5])
-    each = draw.numbers(3, 1, 4, 8)
-    yield _problem("bias for each entry, lengths", shows, x, attn_bias=each, kv_lengths=lengths)
-    seen = draw.mask(3, 1, 4, 8)
-    seen[..., 0] = True
-    yield _problem("mask for each entry, lengths", shows, x, attn_mask=seen, kv_lengths=lengths)
     shows = "whether padded keys are hidden for good"
     filled = np.broadcast_to(np.arange(6) < 4, (6, 6))
     yield _low_scores("lengths, low scores", shows, filled, kv_lengths=np.array([4]))
@@ -558,6 +551,13 @@ def _options_together() -> Iterator[Graded]:
     shows = "heads and entries, which are both 3 or more"
     yield _problem("log-sum-exp, groups of three", shows, x, return_lse=True)
     yield _problem("lengths, groups of three", shows, x, kv_lengths=lengths)
+    draw, shows = Draw("lengths by entry"), "which entry a mask or bias is for, beside lengths"
+    x, lengths = draw.qkv(3, 2, Lq=4, Lk=8), np.array([3, 8, 5])
+    each = draw.numbers(3, 1, 4, 8)
+    yield _problem("bias for each entry, lengths", shows, x, attn_bias=each, kv_lengths=lengths)
+    seen = draw.mask(3, 1, 4, 8)
+    seen[..., 0] = True
+    yield _problem("mask for each entry, lengths", shows, x, attn_mask=seen, kv_lengths=lengths)
     draw = Draw("two options, 64 tokens")
     x = draw.qkv(Lq=64, Lk=64, D=16, spread=1.5)
     bias, slopes = draw.numbers(64, 64), np.array([0.25], np.float32)

@@ -111,6 +111,19 @@ def borders_one_later(q, k, v, cu_seqlens_q=None, is_causal=False, softcap=None,
     )
 
 
+def reading_on(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, scale=None, softcap=None):
+    """Tiles of 4 keys, of which a sequence's last one reads into the next sequence."""
+    if cu_seqlens_q is None:
+        return dense(q, k, v, scale=scale, softcap=softcap)
+    starts = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    parts = []
+    for s in range(len(starts) - 1):
+        keys = slice(starts[s], starts[s] + -(-(starts[s + 1] - starts[s]) // 4) * 4)
+        rows = q[:, :, cu_seqlens_q[s] : cu_seqlens_q[s + 1]]
+        parts.append(dense(rows, k[:, :, keys], v[:, :, keys], scale=scale, softcap=softcap))
+    return np.concatenate(parts, axis=2)
+
+
 def twice_while_decoding(q, k, v, key_indices=None, **options):
     return (dense if q.shape[2] > 1 else in_turn)(q, k, v, key_indices=key_indices, **options)
 
@@ -280,6 +293,7 @@ def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, *
         (pages_of_16, "page_size_wrong", ""),
         (tiles_of_32_in_pages, "page_size_wrong", ""),
         (borders_one_later, "sequences_begin_wrongly", ""),
+        (reading_on, "sequences_end_in_whole_blocks", ""),
         (pages_in_order, "pages_in_order", ""),
         (cu_seqlens_k_ignored, "sequences_unseparated", ""),
         (lengths_ignored_when_packed, "lengths_ignored", "cu_seqlens_q is given"),

@@ -645,3 +645,30 @@ def test_rows_of_a_group_of_three_are_taken_for_rows_of_four():
     output, _ = attend(x, {"only_first_computed": ("rows of groups of a power of 2", 1)})
     is_computed = (4 * i + g < 3 * 65)[None, ..., None]
     np.testing.assert_allclose(output, np.where(is_computed, right(name)[0], 0), rtol=1e-10)
+
+
+def test_batch_entries_are_sorted_by_length_but_not_their_masks_and_biases():
+    for name in ("bias for each entry, lengths", "mask for each entry, lengths"):
+        x, what = PROBLEMS[name], f"attn_{name[:4]}"  # lengths 3, 8, 5: entries 1, 2, 0 in order
+        output, _ = attend(x, {f"{name[:4]}_by_order_of_lengths": "longest first"})
+        expected, _ = right(name, **{what: x[what][[2, 0, 1]]})
+        np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
+def test_later_columns_are_not_rescaled():
+    name, rng = "64 tokens", np.random.default_rng(0)
+    x = {**PROBLEMS[name], "v": rng.normal(size=(1, 1, 64, 24))}
+    output, _ = attend(x, {"columns_not_rescaled": ("D", 16)})
+    whole = online(scores(name), x["v"], 64, True, True)
+    stale = online(scores(name), x["v"], 16, False, True)
+    np.testing.assert_allclose(output[..., :16], whole[..., :16], rtol=1e-9)
+    np.testing.assert_allclose(output[..., 16:], stale[..., 16:], rtol=1e-9, atol=1e-12)
+
+
+def test_even_blocks_get_the_values_of_the_next():
+    name = "301 keys"
+    x, block = PROBLEMS[name], np.arange(301) // 32
+    output, _ = attend(x, {"values_of_other_block": (32, 1, "even")})
+    later = np.where(block % 2 == 0, np.arange(301) + 32, np.arange(301))
+    V = np.where((later < 301)[:, None], x["v"][:, :, np.minimum(later, 300)], 0)
+    np.testing.assert_allclose(output, right(name, v=V)[0], rtol=1e-10)
