@@ -8,6 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests import each othe
 import minimha
 from minimha.check.conditions import GROUPED, OPTIONS, conditions
 from minimha.check.crossed import without
+from minimha.check.expanded import ARRANGING
 from minimha.explain.trace import Trace
 
 SHAPES = (
@@ -24,10 +25,13 @@ def crossings():
 
 
 def forgets(condition, option, refused=()):
-    """Right attention, but for ``option`` where ``condition`` holds; it refuses some options."""
+    """Right attention, but for ``option`` where ``condition`` holds; it refuses some options.
+
+    It takes neither packed sequences nor pages, functions, indices of keys or 8 bits.
+    """
 
     def attention(q, k, v, **options):
-        if set(options) & set(refused):
+        if set(options) & {*refused, *ARRANGING}:
             raise TypeError("an option that is not taken")
         given = {"q": q, "k": k, "v": v, **options}
         asks = bool(options.get("return_lse"))
