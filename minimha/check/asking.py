@@ -128,6 +128,8 @@ class Asking:
             return
         fitting = next((pair for pair in self._fits() if self._takes(*pair)), None)
         if fitting is None:
+            if self.arranges:
+                self._meet_arranged()
             return
         singles, others = self._meet(*fitting)
         small = [p for p in self.answers if p.family and p.family != "sized"]
@@ -182,8 +184,25 @@ class Asking:
         problems = (crossed(on, wide, self.seed) for on in taken if some.D < WIDE)
         return [replace(problem, family="sized") for problem in problems]
 
-    def _arrange(self, some: Sizes, answered: Sequence[Switches]) -> None:
-        """Ask the problems of each kind whose plainest one is taken.
+    def _meet_arranged(self) -> None:
+        """Ask a function that may need pages, or packed sequences, since it takes no plain problem.
+
+        As in ``_meet``, rows have the switches that are taken alone.
+        """
+        for kind in self._arrange(PLAIN, ()):
+            singles = [on for on in alone() if self._ask_rearranged([on], kind, PLAIN)]
+            taken = frozenset().union(*singles)
+            rest = [*rows(taken, PLAIN, self.seed), *long(taken)]
+            self._ask_rearranged(rest, kind, PLAIN)
+
+    def _ask_rearranged(self, sets: Sequence[Switches], kind: str, some: Sizes) -> bool:
+        """Ask problems with an option of ``kind`` added; return whether all are taken."""
+        plain = [crossed(on, some, self.seed) for on in sets]
+        found = [p for p in (rearranged(x, kind, self.seed) for x in plain) if p is not None]
+        return all(answer.refusal is None for answer in self.all(found)) and bool(found)
+
+    def _arrange(self, some: Sizes, answered: Sequence[Switches]) -> list[str]:
+        """Ask the problems of each kind whose plainest one is taken, and return these kinds.
 
         Problems that were ``answered`` without an option of these kinds are asked with it, too.
         """
@@ -194,9 +213,10 @@ class Asking:
                 is_taken = self.is_taken(problem)
                 for kind in kinds:
                     taken.setdefault(kind, is_taken)
-        plain = [crossed(on, some, self.seed) for on in answered]
-        several = [rearranged(p, kind, self.seed) for p in plain for kind in taken if taken[kind]]
-        self.all([problem for problem in several if problem is not None])
+        kinds = [kind for kind, is_taken in taken.items() if is_taken]
+        for kind in kinds:
+            self._ask_rearranged(answered, kind, some)
+        return kinds
 
     def _fits(self) -> list[tuple[Sizes, Switches]]:
         """Return the sizes to try, and the switches that each problem needs then."""

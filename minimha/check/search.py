@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check.answer import Answer
+from minimha.check.arranged import FAMILY as ARRANGED
 from minimha.check.catalogue import DEVIATIONS
 from minimha.check.catalogue_delta import CLEARING, IN_16_BITS, NAN_LEAKS, OF_DELTA
 from minimha.check.catalogue_indexer import OF_INDEXERS, TIES
@@ -255,7 +256,7 @@ class Search:
             if answer.output is not None and x.graded.name not in self.left_out
         ]
         families = [self.known[n].graded.family for n in self.taken]
-        first = next((f for f in ("", *OWN_KINDS, "alone", "crossed") if f in families), "")
+        first = next((f for f in ("", *OWN_KINDS, "alone", "crossed") if f in families), ARRANGED)
         # A set is searched for in these, and must hold in all.
         plain = [n for n, f in zip(self.taken, families, strict=True) if f == first]
         self.plain = [n for n in plain if not self.known[n].is_mild] or plain

@@ -137,6 +137,25 @@ def test_a_kernel_without_an_offset_is_asked_where_its_queries_stand(place):
     assert report.findings.conditions == {"window_ignored": "Lq = 1"}
 
 
+def test_a_kernel_that_needs_pages_is_asked_in_pages():
+    def right(q, k, v, *, block_table, kv_lengths, is_causal=False, q_offset=None, softcap=None):
+        return minimha.attention(
+            q, k, v, block_table=block_table, kv_lengths=kv_lengths, is_causal=is_causal,
+            q_offset=q_offset, softcap=softcap, backend="dense",
+        )  # fmt: skip
+
+    def decoding_without_cap(q, k, v, softcap=None, **options):
+        return right(q, k, v, softcap=None if q.shape[2] == 1 else softcap, **options)
+
+    report = minimha.check(right, seed=3)
+    assert report.verdict == "right"
+    assert report.explains[1] > 60
+    report = minimha.check(decoding_without_cap, seed=3)
+    assert report.deviations == ("softcap_ignored",), str(report)
+    assert report.findings.conditions == {"softcap_ignored": "Lq = 1"}
+    assert report.smallest.problem.arguments["block_table"].size < 10
+
+
 def test_a_kernel_that_is_wrong_at_one_width_is_told_so():
     def at_128(q, k, v, **options):
         return attention(q, k, v * (1.1 if q.shape[-1] == 128 else 1), **options).astype(q.dtype)
