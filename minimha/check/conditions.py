@@ -25,6 +25,7 @@ OPPOSITES = {  # each condition, and the one that holds otherwise, if it has a n
     "H > 1": "H = 1",
     GROUPED: "heads are not grouped",
     "groups have 8 heads": "",
+    "groups have 3 heads": "",
     "Lq = 1": "Lq > 1",
     "1 < Lq < Lk": "",
     "Lq > Lk": "",
@@ -63,7 +64,8 @@ def conditions(arguments: Mapping[str, Any]) -> frozenset[str]:
         return _of_delta(arguments)
     B, H, G, Lq, Lk, D, Dv = sizes(arguments).values()
     shapes = (
-        B > 1, H > 1, G > 1, G == 8, Lq == 1, 1 < Lq < Lk, Lq > Lk, Lk > 32, Lk > 128, Dv != D,
+        B > 1, H > 1, G > 1, G == 8, G == 3, Lq == 1, 1 < Lq < Lk, Lq > Lk, Lk > 32, Lk > 128,
+        Dv != D,
     )  # fmt: skip
     options = (*OPTIONS, *ARRANGED)
     given = [arguments.get(name) is not None and arguments[name] is not False for name in options]

@@ -48,9 +48,14 @@ COMPANIONS: dict[str, tuple[set[str], ...]] = {  # what a switch needs to change
 OF_AXES = {  # what a function may forget, of an option that has one array for each entry or head
     f"{of} of {name}": (name, axis)
     for name in ("attn_mask", "attn_bias") for axis, of in enumerate(("entries", "heads"))
+} | {
+    "entries of kv_lengths": ("kv_lengths", 0), "heads of alibi_slopes": ("alibi_slopes", 0),
+    "heads of sinks": ("sinks", 0),
 }  # fmt: skip
 FORGOTTEN = (*OPTIONS, "q_offset", GROUPED)
-MASKING = ("is_causal", "window_size", "kv_lengths", "attn_mask", "Lq", GROUPED, "heads are not")
+MASKING = (
+    "is_causal", "window_size", "kv_lengths", "attn_mask", "Lq", GROUPED, "heads are not", "groups",
+)  # fmt: skip
 CANDIDATES = 600
 TRIES = 16  # rows that may fail to cover a crossing before it counts as one that cannot be covered
 LEAST = 0.02  # share of numbers that must differ
@@ -180,7 +185,10 @@ def without(arguments: Mapping[str, Any], forgotten: str) -> dict[str, Any]:
         return {**given, "q_offset": 0}
     if forgotten in OF_AXES:
         name, axis = OF_AXES[forgotten]
-        return {**given, name: given[name].take([0], axis)}
+        return {
+            **given,
+            name: np.repeat(given[name].take([0], axis), given[name].shape[axis], axis),
+        }
     given.pop(forgotten)
     return given
 
@@ -208,7 +216,7 @@ def present(given: Mapping[str, Any]) -> set[str]:
     is_grouped = given["k"].shape[1] != given["q"].shape[1]
     axes = {
         of for of, (name, axis) in OF_AXES.items()
-        if name in given and np.ndim(given[name]) == 4 and np.shape(given[name])[axis] > 1
+        if name in given and np.ndim(given[name]) != 2 and np.shape(given[name])[axis] > 1
     }  # fmt: skip
     found = {name for name in FORGOTTEN if name in given} | axes
     return found | ({GROUPED} if is_grouped else set())
@@ -225,7 +233,7 @@ def crossings(given: Mapping[str, Any], forgotten: Iterable[str]) -> set[Crossin
     found = set()
     for name in forgotten:
         ones = [frozenset([c]) for c in holding if not _is_about(name, c)]
-        if f"{name} is given".startswith(MASKING) or name in (GROUPED, "q_offset"):
+        if f"{name} is given".startswith(MASKING) or name in (GROUPED, "q_offset", *OF_AXES):
             ones += [
                 frozenset(pair) for pair in combinations(about_masks, 2)
                 if not any(_is_about(name, c) for c in pair)
