@@ -52,6 +52,7 @@ def arranged(seed: int = 0, D: int = 8) -> tuple[Graded, ...]:
     return tuple(kept(problem) for problem in problems)
 
 
+@lru_cache(maxsize=2048)
 def rearranged(problem: Graded, kind: str, seed: int) -> Graded | None:
     """Return a problem of ``crossed`` with an option of ``KINDS``, or None if they exclude it.
 

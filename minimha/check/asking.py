@@ -134,7 +134,7 @@ class Asking:
         singles, others = self._meet(*fitting)
         small = [p for p in self.answers if p.family and p.family != "sized"]
         if self.arranges:
-            self._arrange(fitting[0], [*singles, *others])
+            self._arrange(fitting[0], others)
         if not any(self.is_wrong(p, asks_lse=False) for p in small):
             self.all([*sized(self.seed), *self._wide(fitting[0], singles)])
             self._narrow()

@@ -216,7 +216,7 @@ def known(problem: Graded, dtype: str) -> Known:
 
 
 _small = lru_cache(maxsize=2048)(Known)
-_sized = lru_cache(maxsize=160)(Known)  # more than one function gets; their answers are large
+_sized = lru_cache(maxsize=320)(Known)  # more than one function gets; their answers are large
 
 
 def deviated(prepared: AnyPrepared, deviations: Mapping[str, Any]) -> Deviated:
