@@ -80,10 +80,15 @@ def heads_by(x: Prepared, way: str) -> Array:
         "h >> log2 G": np.minimum(h >> (G.bit_length() - 1), x.Hkv - 1),
         "h >> ceil log2 G": h >> (G - 1).bit_length(),
         "(h mod G) · Hkv + h // G": h % G * x.Hkv + h // G, "h mod 16": h % 16, "h mod 8": h % 8,
-        "number of 4 heads, mod Hkv": (h // G * -(-G // 4) + h % G // 4) % x.Hkv,
+        "block of 4 heads, mod Hkv": (h // G * -(-G // 4) + h % G // 4) % x.Hkv,
         "h // Hkv": np.minimum(h // x.Hkv, x.Hkv - 1), "at most Hkv - 1": np.minimum(h, x.Hkv - 1),
     }  # fmt: skip
     return np.asarray(ways[way])
+
+
+def first_for_all(a: Array, axis: int) -> Array:
+    """Return ``a`` with its first part along an axis in place of all parts."""
+    return np.repeat(a.take([0], axis), a.shape[axis], axis)
 
 
 def order_by_lengths(x: Prepared, way: str) -> Array:
@@ -440,8 +445,7 @@ def _indexed(change: Callable[..., tuple[Any, Any, Any, Any]]) -> Alter:
 
 def _picked_for_all(a: Array, of: str) -> Array:
     a = a.reshape((1,) * (4 - a.ndim) + a.shape)
-    axis = ("entry", "head", "query").index(of)
-    return np.repeat(a.take([0], axis), a.shape[axis], axis)
+    return first_for_all(a, ("entry", "head", "query").index(of))
 
 
 def _counted(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
@@ -474,7 +478,7 @@ def _scale_of_first(given: Mapping[str, Any], name: str, of: str) -> Any:
         axis = 0 if of == "head" else -1
     if not 0 <= axis < scales.ndim:
         return scales
-    return np.repeat(scales.take([0], axis), scales.shape[axis], axis)
+    return first_for_all(scales, axis)
 
 
 def _scales_tiled(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, Any]:

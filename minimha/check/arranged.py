@@ -78,10 +78,7 @@ def rearranged(problem: Graded, kind: str, seed: int) -> Graded | None:
     elif kind == "key_indices":
         given[kind] = _picks(draw, given)
     else:
-        for X in "kv":
-            given[X] = draw.rng.integers(-128, 128, given[X].shape, np.int8)
-            exponents = draw.rng.integers(-7, -4, (B, Hkv, Lk))
-            given[f"{X}_scale"] = np.exp2(exponents).astype(np.float32)
+        given = _in_8_bits(draw, given, (B, Hkv, Lk))
     if Prepared(given).sees_nothing.any():  # functions may hide the only key that a query sees
         return None
     family = problem.family if problem.family == "sized" else FAMILY
@@ -92,8 +89,8 @@ def _in_pages(draw: Draw, given: dict[str, Any]) -> dict[str, Any]:
     """Return keys, values and a table of pages of 16 keys in any order."""
     size, (B, _, Lk, _) = PAGES[1], given["k"].shape
     number = -(-Lk // size)
-    table = draw.rng.permutation(B * number + 1)[: B * number].reshape(B, number)
-    found: dict[str, Any] = {"block_table": table.astype(np.int32)}
+    table = _table(draw, B, number)
+    found: dict[str, Any] = {"block_table": table}
     for X in "kv":
         filled = np.pad(given[X], [(0, 0), (0, 0), (0, number * size - Lk), (0, 0)])
         split = filled.reshape(*filled.shape[:2], number, size, -1).swapaxes(1, 2)
@@ -213,12 +210,17 @@ def _pool(
 ) -> dict[str, Any]:
     """Return queries, a pool of pages in any order, and the table of each entry's pages."""
     number = -(-int(IN_PAGES.max()) // size)
-    table = draw.rng.permutation(3 * number + 1)[: 3 * number].reshape(3, number)
+    table = _table(draw, 3, number)
     if shares:  # as after a common prompt
         table[1, 0] = table[0, 0]
     given: dict[str, Any] = draw.qkv(3 * number + 1, H, Lq, size, D, Hkv=Hkv)
     given["q"] = given["q"][:3].copy()
-    return {**given, "block_table": table.astype(np.int32), "kv_lengths": IN_PAGES}
+    return {**given, "block_table": table, "kv_lengths": IN_PAGES}
+
+
+def _table(draw: Draw, B: int, number: int) -> Any:
+    """Return a table of ``number`` pages for each batch entry, in any order, of one more page."""
+    return draw.rng.permutation(B * number + 1)[: B * number].reshape(B, number).astype(np.int32)
 
 
 def _paged(seed: int, D: int) -> Iterator[Graded]:
@@ -325,11 +327,16 @@ def _scaled(seed: int, D: int) -> Iterator[Graded]:
 
 
 def _scaled_problem(name: str, draw: Draw, given: dict[str, Any], shape: tuple[int, ...]) -> Graded:
+    return _problem(name, "k_scale", _in_8_bits(draw, given, shape))
+
+
+def _in_8_bits(draw: Draw, given: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the arguments with int8 keys and values, and with scales of the given shape."""
     found = dict(given)
     for X in "kv":
         found[X] = draw.rng.integers(-128, 128, given[X].shape, np.int8)
         found[f"{X}_scale"] = np.exp2(draw.rng.integers(-7, -4, shape)).astype(np.float32)
-    return _problem(name, "k_scale", found)
+    return found
 
 
 def _scaled_float8(

@@ -21,6 +21,8 @@ from minimha.check.arranged import arranged, kinds_of, rearranged
 from minimha.check.compared import compare
 from minimha.check.conditions import sizes
 from minimha.check.crossed import (
+    AMID,
+    AT_START,
     FIRST_QUERY,
     PLAIN,
     SWITCHES,
@@ -231,7 +233,7 @@ class Asking:
 
     def _place(self, some: Sizes, needed: Switches) -> Switches:
         """Return the switch of the first keys if fewer queries than keys must stand there."""
-        first = frozenset({FIRST_QUERY[1]})
+        first = frozenset({AT_START})
         for option in ("is_causal", "window_size"):
             on = needed | {option, "fewer queries"}
             if not self._takes(some, on) and self._takes(some, on | first):
@@ -278,7 +280,7 @@ class Asking:
                     if num_shrunk <= MOST_SHRUNK:
                         few = smallest(on, lambda some: self.is_wrong(problem(some)))
                         wrong.append(few)  # amid the keys, both sides of a window show
-                        self.all([problem(few - {*FIRST_QUERY} | (taken & {FIRST_QUERY[2]}))])
+                        self.all([problem(few - {*FIRST_QUERY} | (taken & {AMID}))])
             if len(excluded) == before:
                 break
         several = [on for on in long(taken) if self.is_taken(problem(on))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import cached_property
 from importlib import import_module
 from inspect import Parameter, signature
@@ -73,7 +74,6 @@ class Caller:
             _check_device(device, arrays)
         self.kinds = [arrays] if arrays else self._likely()
         self._buffers: dict[Any, Any] = {}  # that the function got before
-        self._is_placed = True  # False while it is asked where its queries stand
 
     def _likely(self) -> list[str]:
         first = translation.DIALECTS[self.speaks].arrays
@@ -144,16 +144,14 @@ class Caller:
         """
         x = {"q": np.zeros((1, 1, 64, 64)), "k": np.zeros((1, 1, 128, 64))}
         x["v"] = np.broadcast_to(np.arange(128)[:, None] > 8, x["k"].shape).astype(float)
-        self._is_placed = False
-        try:
-            for option in (
-                {"is_causal": True}, {"window_size": (1, 1)}, {"alibi_slopes": np.array([1e3])},
-            ):  # fmt: skip
-                found = self.answer({**x, **options, **option}).output
-                if found is not None and found.shape == x["q"].shape and found.any():
-                    return not (found[:, :, 0] == 0).all()
-        finally:
-            self._is_placed = True
+        unplaced = copy(self)
+        unplaced.lacks = set()  # these questions leave the offset to the function
+        for option in (
+            {"is_causal": True}, {"window_size": (1, 1)}, {"alibi_slopes": np.array([1e3])},
+        ):  # fmt: skip
+            found = unplaced.answer({**x, **options, **option}).output
+            if found is not None and found.shape == x["q"].shape and found.any():
+                return not (found[:, :, 0] == 0).all()
         return None
 
     def _translated(
@@ -161,7 +159,7 @@ class Caller:
     ) -> tuple[list[Array], Mapping[str, Any]]:
         """Return the positional and the keyword arguments of the call."""
         given, keywords = translation.translated(self.speaks, cast, wants_lse=wants_lse)
-        if "q_offset" in self.lacks and self._is_placed:
+        if "q_offset" in self.lacks:
             keywords = dict(self._without_offset(given, keywords))
         starts = [keywords.get(f"cu_seqlens_{X}", ()) for X in "qk"]
         if "cu_seqlens_k" in self.lacks and np.array_equal(*starts):

@@ -36,7 +36,7 @@ SPLITS = (
 )  # fmt: skip
 MISREAD = (
     "h // Hkv", "at most Hkv - 1", "reversed", "h >> log2 G", "h >> ceil log2 G",
-    "number of 4 heads, mod Hkv",
+    "block of 4 heads, mod Hkv",
 )  # fmt: skip
 WEIGHINGS = (
     "mean", "sums", "all", "2^L", "2^(L - max)", "sums, max", "own maximum", "L of the last",
@@ -234,7 +234,7 @@ _ALL = [
         ("causal_in_blocks", "Causality is decided for whole blocks.",
          "Mask single keys in the blocks on the diagonal.",
          tuple((way, B) for way in ("keys", "rows", "none") for B in BLOCKS[:7])),
-        ("causal_masked_in_last_block", "Of a tile of rows, only the last block of keys is masked.",
+        ("causal_masked_in_last_block", "A tile of rows masks only its last block of keys.",
          "Mask all blocks of keys that the diagonal crosses.",
          ((128, 64), (64, 32), (32, 16), (128, 32), (64, 16), (16, 8))),
         ("causal_ignored_in_tail", "Rows after the last whole tile of rows see the future.",
@@ -522,7 +522,7 @@ _ALL = [
     ),
     *stage("the exponential's digits", ALWAYS,
         ("exponential_approximated", "2^x is computed with a wrong mantissa.",
-         "Approximate 2^x on [0, 1) by a polynomial of some degree.", ("linear", "none")),
+         "Approximate 2^x on [0, 1) by a polynomial of degree 3 or more.", ("linear", "none")),
     ),
     *stage("exponential", ALWAYS,
         ("softmax_base_2", "2^s is computed in place of e^s.",

@@ -5,7 +5,7 @@ A condition is a clause of a sentence, such as "window_size is given" or "Lq > L
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minimha.check.expanded import ARRANGING, expanded
@@ -99,15 +99,12 @@ def limits(wrong: Sequence[Graded], right: Sequence[Graded]) -> list[str]:
     bad, good = ([sizes(p.arguments) for p in problems] for problems in (wrong, right))
     above, below = [], []
     for name in bad[0]:
-        least, most = (end(s[name] for s in bad) for end in (min, max))
-        above += [f"{name} > {n}" for n in _ends(max, (s[name] for s in good if s[name] < least))]
-        below += [f"{name} < {n}" for n in _ends(min, (s[name] for s in good if s[name] > most))]
+        found = [s[name] for s in bad]
+        if smaller := [s[name] for s in good if s[name] < min(found)]:
+            above.append(f"{name} > {max(smaller)}")
+        if larger := [s[name] for s in good if s[name] > max(found)]:
+            below.append(f"{name} < {min(larger)}")
     return above + below
-
-
-def _ends(end: Callable[..., int], numbers: Iterable[int]) -> list[int]:
-    found = list(numbers)
-    return [end(found)] if found else []
 
 
 def sizes_of_wrong(wrong: Sequence[Graded], right: Sequence[Graded]) -> str:

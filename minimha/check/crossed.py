@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.check.altered import first_for_all
 from minimha.check.conditions import ARRANGED, GROUPED, OPTIONS, POSITIONAL, conditions
 from minimha.check.prepared import Prepared
 from minimha.check.problems import Draw, Graded, kept
@@ -36,14 +37,15 @@ HEADS = {
 QUERIES = ("as many queries", "one query", "fewer queries", "more queries")
 # Where queries stand among the keys.
 FIRST_QUERY = ("at the end", "at the start", "amid the keys", "at the end of each length")
+_, AT_START, AMID, AT_LENGTHS = FIRST_QUERY
 OTHERS = ("batch", "many keys", "wide values", "by head", "by entry")
 LONG = "several blocks"  # more keys, and mostly queries, than a block of 128 has
 SWITCHES = (*list(HEADS)[1:], *QUERIES[1:], *FIRST_QUERY, *OTHERS, *OPTIONS)
 COMPANIONS: dict[str, tuple[set[str], ...]] = {  # what a switch needs to change a problem
     **{place: ({"is_causal", "fewer queries"},) for place in FIRST_QUERY},
-    FIRST_QUERY[-1]: ({"is_causal", "fewer queries", "kv_lengths", "batch"},),
+    AT_LENGTHS: ({"is_causal", "fewer queries", "kv_lengths", "batch"},),
     "by head": ({"attn_mask", "heads"}, {"attn_bias", "heads"}),
-    "by entry": ({"is_causal", "fewer queries", "amid the keys", "batch"},),
+    "by entry": ({"is_causal", "fewer queries", AMID, "batch"},),
 }  # fmt: skip
 OF_AXES = {  # what a function may forget, of an option that has one array for each entry or head
     f"{of} of {name}": (name, axis)
@@ -93,7 +95,7 @@ def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
     given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, sizes.D, Dv, Hkv, spread=1.3)
     lengths = Lk - step * np.array([2, 4, 0])[:B]  # never a multiple of a block, but the last
     first: Any = _first_query(on, Lq, Lk, step)
-    if {FIRST_QUERY[-1], "kv_lengths"} <= on and Lq < Lk:
+    if {AT_LENGTHS, "kv_lengths"} <= on and Lq < Lk:
         first = np.maximum(lengths - Lq, 0)
     if POSITIONAL & on and Lq != Lk:
         given["q_offset"] = first
@@ -152,9 +154,9 @@ def _num_queries(on: Switches, sizes: Sizes, Lk: int) -> int:
 
 def _first_query(on: Switches, Lq: int, Lk: int, step: int) -> int:
     """Return the position of the first query, so that every query sees a key."""
-    if Lq == Lk or "at the start" in on:
+    if Lq == Lk or AT_START in on:
         return 0
-    if "amid the keys" in on:
+    if AMID in on:
         return Lk - 3 * step if Lq == 1 else max((Lk - Lq) // 2, 2 * step)
     return max(Lk - Lq, 0)
 
@@ -185,10 +187,7 @@ def without(arguments: Mapping[str, Any], forgotten: str) -> dict[str, Any]:
         return {**given, "q_offset": 0}
     if forgotten in OF_AXES:
         name, axis = OF_AXES[forgotten]
-        return {
-            **given,
-            name: np.repeat(given[name].take([0], axis), given[name].shape[axis], axis),
-        }
+        return {**given, name: first_for_all(given[name], axis)}
     given.pop(forgotten)
     return given
 

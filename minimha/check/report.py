@@ -407,10 +407,10 @@ def _without_lse(findings: Findings) -> tuple[str, ...]:
 def _num_scores(result: Result) -> int:
     """Return the number of scores in a problem; in a layer every token sees every token."""
     given = result.problem.arguments
-    if result.problem.kind == "attention":
-        return int(np.prod(given["q"].shape[:-1])) * sizes(given)["Lk"]  # k may be pages
     if result.problem.layer is None:
-        return int(np.prod(given["q"].shape[:-1])) * int(given["k"].shape[-2])
+        is_attention = result.problem.kind == "attention"  # where k may be pages
+        keys = sizes(given)["Lk"] if is_attention else given["k"].shape[-2]
+        return int(np.prod(given["q"].shape[:-1]) * keys)
     B, L, _ = given["x"].shape
     return int(B * L * L * result.problem.layer["num_heads"])
 

@@ -229,6 +229,29 @@ def all_items() -> list[Item]:
     return [(d.identifier, value) for d in DEVIATIONS.values() for value in d.values]
 
 
+def _clauses(wrong: Sequence[Known], right: Sequence[Known]) -> list[list[str]]:
+    """Return sets of conditions that hold for all wrong problems, and for few of the right ones.
+
+    A set has one or two conditions on shapes, sizes or options. It also has those that no option
+    of ``ARRANGING`` is given, where it needs them: in pages, a kernel may go another way.
+    """
+    always = frozenset.intersection(*(x.conditions for x in wrong))
+    apart = sorted(c for c in always & USUAL if c.startswith(ARRANGING))
+
+    def ends(others: Iterable[Known]) -> list[str]:
+        return limits([x.graded for x in wrong], [x.graded for x in others])
+
+    plain = [x for x in right if all(map(x.holds, apart))]
+    found: list[list[str]] = [] if plain else [[]]
+    for c in (*sorted(always - USUAL), *ends(plain)):
+        rest = [x for x in plain if x.holds(c)]
+        found += [[c, other] for other in ends(rest)] if rest else [[c]]
+    for some in found:
+        others = [x for x in right if all(map(x.holds, some))]
+        some += [c for c in apart if not all(x.holds(c) for x in others)]
+    return [some for some in found if some]
+
+
 def _fingerprint(prediction: Deviated | None) -> Any:
     """Return a hashable value that is equal for equal predictions."""
     if prediction is None:
@@ -381,24 +404,13 @@ class Search:
         n = min(left, key=lambda n: self.known[n].num_scores)
         if self.known[n].num_scores > FEW_SCORES:
             return []
-        wrong = [self.known[m].graded for m in left]
-        always = frozenset.intersection(*(self.known[m].conditions for m in left))
-        shared = always - USUAL
-        apart = sorted(c for c in always & USUAL if c.startswith(ARRANGING))
-        found = []
+        wrong, found = [self.known[m] for m in left], []
         for item in (item for items in self.known[n].kinds() for item in items):
             h = hypothesis | {item}
             if self.explains(n, h) and self.left(h, left) == 0:
                 right = [self.known[m] for m in self.contradicted(h, in_all=True)]
-                plain = [x for x in right if all(map(x.holds, apart))]
-                where: list[list[str]] = [] if plain else [[]]
-                for c in (*sorted(shared), *limits(wrong, [x.graded for x in plain])):
-                    rest = [x.graded for x in plain if x.holds(c)]
-                    where += [[c, other] for other in limits(wrong, rest)] if rest else [[c]]
-                for some in where:  # in pages, for example, a kernel may go another way
-                    others = [x for x in right if all(map(x.holds, some))]
-                    some += [c for c in apart if not all(x.holds(c) for x in others)]
-                found += [hypothesis | {(*item, frozenset(c))} for c in where if c and right] or [h]
+                where = _clauses(wrong, right) if right else []
+                found += [hypothesis | {(*item, frozenset(some))} for some in where] or [h]
         found = [h for h in found if not self.contradicted(h, in_all=True)]
         found.sort(key=lambda h: (_num_conditions(h), _rank(h)))
         return [h for h in found if _num_conditions(h) == _num_conditions(found[0])]

@@ -15,8 +15,9 @@ the output o moves 2⁻²³ |L| |o|.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,7 @@ class _Deviation(Scores):
         self.is_shared = bool(name)
         exp: Any = np.exp2 if "softmax_base_2" in d else np.exp
         if "exponential_approximated" in d:
-            exp = APPROXIMATED[d["exponential_approximated"]]
+            exp = partial(_approximated, d["exponential_approximated"])
         sinks = self.sinks_used()
         keys_top = self.S.max(axis=axis, keepdims=True, initial=-np.inf)
         top = keys_top
@@ -522,20 +523,11 @@ def _softmax(S: Array) -> Array:
     return np.asarray(E / E.sum(-1, keepdims=True))
 
 
-def _by_powers_of_2(of_fraction: Callable[[Array], Any]) -> Callable[[Array], Array]:
-    """Return e^x as 2^n · ``of_fraction(f)``, with the whole part n and the rest f of x / ln 2."""
-
-    def approximation(x: Array) -> Array:
-        y = np.maximum(np.asarray(x, np.float64) / np.log(2), -2000)
-        n = np.floor(y)
-        return np.asarray(np.exp2(n) * of_fraction(y - n))
-
-    return approximation
-
-
-APPROXIMATED = {
-    "linear": _by_powers_of_2(lambda f: 1 + f), "none": _by_powers_of_2(lambda f: 1),
-}  # fmt: skip
+def _approximated(mantissa: str, x: Array) -> Array:
+    """Return e^x as 2^n, times 1 + f if ``mantissa`` is "linear", where x / ln 2 is n + f."""
+    y = np.maximum(np.asarray(x, np.float64) / np.log(2), -2000)
+    n = np.floor(y)
+    return np.asarray(np.exp2(n) * (1 + y - n if mantissa == "linear" else 1))
 
 
 def _log_sum_exp(S: Array) -> Array:

@@ -148,17 +148,20 @@ class Scores:
 
     def seen_in_parts(self, split: tuple[str, int]) -> Array:
         """Return whether each query sees a key of each part, (B, H, Lq, parts)."""
-        starts, _ = visible.parts(self.x, split)
-        return np.asarray(np.logical_or.reduceat(self.has_score, starts, axis=-1))
+        has_score, starts, _ = self.by_parts(self.has_score, split)
+        return np.asarray(np.logical_or.reduceat(has_score, starts, axis=-1))
+
+    def by_parts(self, keys: Array, split: tuple[str, int]) -> tuple[Array, Array, Array]:
+        """Return the last axis of ``keys`` part after part, where parts begin, and each key's."""
+        starts, part = visible.parts(self.x, split)
+        if (part[1:] >= part[:-1]).all():
+            return keys, starts, part
+        order = np.argsort(part, kind="stable")
+        return keys[..., order], np.searchsorted(part[order], starts), part[order]
 
     def sums_of_parts(self, split: tuple[str, int]) -> tuple[Array, Array]:
         """Return the maximum and the log-sum-exp of each part, (B, H, Lq, parts) each."""
-        starts, part = visible.parts(self.x, split)
-        S = self.S
-        if split[0] == "every":  # the keys of each part, one after another
-            order = np.argsort(part, kind="stable")
-            S, part = S[..., order], part[order]
-            starts = np.searchsorted(part, starts)
+        S, starts, part = self.by_parts(self.S, split)
         top = np.maximum.reduceat(S, starts, axis=-1)
         finite = np.where(np.isneginf(top), 0, top)
         sums = np.add.reduceat(np.exp(S - finite[..., part]), starts, axis=-1)

@@ -8,7 +8,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests import each othe
 import minimha
 from minimha.check.conditions import GROUPED, OPTIONS, conditions
 from minimha.check.crossed import without
-from minimha.check.expanded import ARRANGING
 from minimha.explain.trace import Trace
 
 SHAPES = (
@@ -25,13 +24,10 @@ def crossings():
 
 
 def forgets(condition, option, refused=()):
-    """Right attention, but for ``option`` where ``condition`` holds; it refuses some options.
-
-    It takes neither packed sequences nor pages, functions, indices of keys or 8 bits.
-    """
+    """Right attention, but for ``option`` where ``condition`` holds; it refuses some options."""
 
     def attention(q, k, v, **options):
-        if set(options) & {*refused, *ARRANGING}:
+        if set(options) & set(refused):
             raise TypeError("an option that is not taken")
         given = {"q": q, "k": k, "v": v, **options}
         asks = bool(options.get("return_lse"))

@@ -629,7 +629,7 @@ def test_a_deviation_is_what_such_a_kernel_computes(identifier, value, name, exp
 def test_heads_of_a_group_of_8_are_computed_in_two_passes():
     rng = np.random.default_rng(0)
     x = {n: rng.normal(size=(1, h, 5, 4)) for n, h in (("q", 16), ("k", 2), ("v", 2))}
-    output, _ = attend(x, {"kv_heads_misread": ("kv", "number of 4 heads, mod Hkv")})
+    output, _ = attend(x, {"kv_heads_misread": ("kv", "block of 4 heads, mod Hkv")})
     heads = np.repeat([0, 1, 0, 1], 4)
     expected = attention(x["q"], x["k"][:, heads], x["v"][:, heads], backend="dense")
     np.testing.assert_allclose(output, expected, rtol=1e-10)
