@@ -17,7 +17,7 @@ from minimha.equations import block_mask as blocks
 from minimha.equations.arguments import cast, choice, flag, integer
 from minimha.equations.arrays import Given, Numbers, kinds_of, like, on_host
 from minimha.equations.block_mask import BlockMask
-from minimha.equations.eight_bits import LARGEST, SCALES
+from minimha.equations.eight_bits import LARGEST, SCALES, scales_of
 from minimha.equations.functions import PARAMETERS, checked, taken, uses
 from minimha.equations.option_types import Array, Backend, Options
 from minimha.equations.parts import arrays_in_memory, in_blocks, outline
@@ -48,6 +48,7 @@ BACKENDS = {
 AHEAD = {"cpu": BACKENDS["cpu"], "cuda": "minimha.kernels.cuda.ahead"}  # compile before a call
 DTYPES = ("float32", "float64", "float16", "bfloat16")  # that kernels read in place
 ON_CPU = (*DTYPES, *LARGEST)
+FLOAT32 = np.dtype(np.float32)  # in which 8-bit keys and values are computed
 PACKING = ("cu_seqlens_q", "cu_seqlens_k", "block_table")
 # Options for arrays on the host only: what they would need on a GPU, and what to do instead.
 ON_HOST = dict.fromkeys(PACKING, ("one launch for each sequence", "call attention for each"))
@@ -390,7 +391,6 @@ def attention(
     if (
         attn_mask is None and attn_bias is None and kv_lengths is None and alibi_slopes is None
         and sinks is None and tap is no_tap and block_table is None and key_indices is None
-        and k_scale is None and v_scale is None
     ):  # fmt: skip
         window = window_size if type(window_size) is tuple else (window_size,)
         functions = {}
@@ -404,9 +404,18 @@ def attention(
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             starts = remembered.by_value((cu_seqlens_q, cu_seqlens_k))
             key = key and starts and (*key, starts)
+        has_scales = k_scale is not None or v_scale is not None
+        if has_scales:
+            layouts = remembered.by_layout((k_scale, v_scale))
+            key = key and layouts and (*key, layouts)
         plan = remembered.recall(key)
         if plan is not None:
-            O, L = plan.run(q, k, v, functions)
+            if has_scales:
+                of_k = scales_of("k_scale", k_scale, k, 4, FLOAT32)
+                of_v = scales_of("v_scale", v_scale, v, 4, FLOAT32)
+                O, L = plan.run(cast(q, FLOAT32), k, v, functions, (of_k, of_v))
+            else:
+                O, L = plan.run(q, k, v, functions)
             if O.dtype != q.dtype:
                 O = cast(O, q.dtype)
             if return_lse is False or not flag("return_lse", return_lse):

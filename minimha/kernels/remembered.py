@@ -78,6 +78,25 @@ def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
+def by_layout(arrays: Iterable[Any]) -> tuple[Any, ...] | None:
+    """Return what a plan depends on in ``arrays`` that each call brings, or None if unsupported.
+
+    They may be ndarrays of floats, or numbers.
+
+    >>> by_layout([np.ones((2, 3), np.float32), 0.5])
+    ((dtype('float32'), (2, 3), (12, 4)), <class 'float'>)
+    """
+    found: list[Any] = []
+    for x in arrays:
+        if type(x) is np.ndarray and x.dtype.kind == "f":
+            found.append((x.dtype, x.shape, x.strides))
+        elif type(x) is float:
+            found.append(float)
+        else:
+            return None
+    return tuple(found)
+
+
 def recall(key: tuple[Any, ...] | None) -> Any:
     """Return the plan stored under ``key``, or None if there is none."""
     return _plans.get(key)

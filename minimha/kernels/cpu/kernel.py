@@ -73,6 +73,7 @@ LONG = 1 << 33  # products: some tenths of a second, so that Ctrl-C must end the
 PAGE = 1 << 12  # bytes
 LARGEST_REMEMBERED = 1 << 16  # bytes that a remembered plan holds at most
 FLOAT64, UINT8, INT64 = np.dtype(np.float64), np.dtype(np.uint8), np.dtype(np.int64)
+DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary, of each number
 CANCELLED = 1 << 62  # a task that does not exist
 SPARES, LARGEST_SPARE = 4, 1 << 23  # blocks of memory kept for later calls, and their bytes
 
@@ -131,7 +132,7 @@ class Kernel:
         """
         if problem.k_scale is None or not self._reads_bytes(problem):
             return problem.widened()
-        return replace(problem, q=cast(problem.q, problem.compute), dtype=problem.compute)
+        return replace(problem, q=cast(problem.q, problem.compute))
 
     def _reads_bytes(self, problem: Problem) -> bool:
         return self.scales and problem.compute == np.float32
@@ -187,7 +188,8 @@ class Plan:
         self._itemsizes = dict(zip("qkv", sizes_of, strict=True))
         blocks, lengths, self.workers = sizes
         self._rows, self.shape = (B, H, Lq), (B, H, Lq, Dv)
-        self._result = problem.compute if self.storage == problem.compute else problem.dtype
+        is_narrow = self.storage == np.uint16
+        self._result = problem.dtype if is_narrow else problem.compute
         self.is_long = problem.num_pairs * (D + Dv) >= LONG
         self._largest_sum = int(problem.kv_lengths.max(initial=0)) * kernel.largest_weight
         self._tiles = {
@@ -202,10 +204,12 @@ class Plan:
             "mask": NO_MASK if problem.attn_mask is None else problem.attn_mask,
             "bias": NO_BIAS[problem.compute] if problem.attn_bias is None else problem.attn_bias,
         } | {name: getattr(o, name) for name in SMALL}
-        for name in SCALES.values():
-            scales = getattr(problem, name)
-            self._held[name] = NO_SCALE[problem.compute] if scales is None else scales
-        layouts = {name: Layout(array.shape, array.strides) for name, array in self._held.items()}
+        scales = {name: getattr(problem, name) for name in SCALES.values()}
+        self._brings_scales = problem.k_scale is not None
+        if not self._brings_scales:
+            self._held |= dict.fromkeys(scales, NO_SCALE[problem.compute])
+        every = scales | self._held
+        layouts = {name: Layout(array.shape, array.strides) for name, array in every.items()}
         layouts |= {name: self._layout(name, getattr(problem, name)) for name in "qkv"}
         layouts |= {"O": _contiguous(self.shape, self._result.itemsize)}
         layouts |= {"L": _contiguous(self._rows, problem.compute.itemsize)}
@@ -218,6 +222,7 @@ class Plan:
             self._line[kernel.slots[name]] = start
         first = kernel.slots["v"] + 1 + AXES
         self._strides_of_v = slice(first, first + AXES)
+        self._scales = [kernel.slots[name] for name in scales]
         self._counters = kernel.slots["counters"]
         self._numbers = kernel.slots["numbers"]
         self._kernel = kernel.compile(self.storage)
@@ -254,7 +259,8 @@ class Plan:
         is_skipping = is_skipping and not is_gathering
         hidden = blocks_of(problem) if is_skipping else no_blocks(H)
         return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals
-            *options(problem), queries=np.ascontiguousarray(rows.queries),
+            *options(problem), digits=DIGITS[problem.dtype.name],
+            queries=np.ascontiguousarray(rows.queries),
             pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
             ids=rows.ids + b, page_size=rows.page_size, score_mod=0, mask_mod=0, first_head=h,
             first_key=key, **hidden._asdict(), failed=None,
@@ -270,28 +276,38 @@ class Plan:
         problem = self._of_kernel(problem)
         given = {"q": problem.q, "k": problem.k, "v": problem.v}
         q, k, v = (x if self._is_readable(n, x) else self._copy(n, x) for n, x in given.items())
-        return self.run(q, k, v, problem.taken)
+        scales = [getattr(problem, name) for name in SCALES.values()]
+        return self.run(q, k, v, problem.taken, scales if self._brings_scales else ())
 
     def run(
-        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], called: dict[str, Placed]
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], called: dict[str, Placed],
+        scales: Sequence[NDArray[Any]] = (),
+    ) -> tuple[NDArray[Any], NDArray[Any]]:  # fmt: skip
         """Return output O and log-sum-exp L for arrays of the planned shapes, strides and dtypes.
 
         ``called`` maps "score_mod" and "mask_mod" to functions. Each must have the code of the
-        planned function, but may have captured other numbers and arrays.
+        planned function, but may have captured other numbers and arrays. ``scales`` are those of
+        8-bit k and v, (B, Hkv, Lk) each; q then has the compute dtype.
         """
-        O, L, is_finite = self._launch(self._line[:], q, k, v, called)
+        O, L, is_finite = self._launch(self._line_with(scales), q, k, v, called)
         if not is_finite:
             with np.errstate(all="ignore"):
                 V = v.astype(self.compute, copy=False)
                 factor = factor_against_overflow(V, self._largest_sum)
                 if factor < 1:
                     small = v * v.dtype.type(factor)
-                    line = self._line[:]
+                    line = self._line_with(scales)
                     line[self._strides_of_v] = array("q", small.strides)
                     again, _, _ = self._launch(line, q, k, small, called)
                     O = np.where(np.isfinite(O), O, again / factor)
         return O, L
+
+    def _line_with(self, scales: Sequence[NDArray[Any]]) -> array[int]:
+        """Return a copy of the plan's line with the addresses of ``scales``, if there are any."""
+        line = self._line[:]
+        for slot, factors in zip(self._scales, scales, strict=False):
+            line[slot] = address(factors)
+        return line
 
     def _launch(
         self, line: array[int], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any],
@@ -341,9 +357,11 @@ class Plan:
         name, tiles = "score_mod", self._tiles
         is_general = name not in tiles or tiles[name].takes(problem.readings[name].values)
         is_direct = all(
-            x.dtype == problem.dtype and self._is_readable(n, x)
-            for n, x in zip("qkv", given, strict=True)
+            x.dtype == getattr(problem, n).dtype for n, x in zip("qkv", given, strict=True)
         )
+        q, k, v = given
+        q = cast(q, self.compute) if self._brings_scales else q  # as in every call
+        is_direct &= all(self._is_readable(n, x) for n, x in zip("qkv", (q, k, v), strict=True))
         return is_light and is_general and is_direct
 
     def _is_readable(self, name: str, array: NDArray[Any]) -> bool:

@@ -61,6 +61,46 @@ def test_8_bit_keys_and_values_of_any_strides_and_scales(name, Lq, stored):
             np.testing.assert_allclose(O, exact_O, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("stored", [np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)], ids=str)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize(("H", "Lq", "Lk"), [(2, 1, 1), (6, 1, 257), (8, 3, 1030), (16, 1, 800)])
+def test_16_bit_queries_of_8_bit_keys_lose_what_rounding_the_weights_loses(
+    H, Lq, Lk, dtype, stored
+):
+    q, k, v = ragged(H=H, Lq=Lq, Lk=Lk, D=128, Dv=64)
+    q, k, v = q.astype(dtype), *((40 * x).astype(stored) for x in (k, v))
+    rng = np.random.default_rng(3)
+    given = {"k_scale": rng.uniform(0.01, 0.03, k.shape[:3]), "v_scale": 0.02}
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    for options in (
+        {},
+        {"is_causal": True, "q_offset": Lk - Lq, "kv_lengths": np.array([Lk, Lk // 2])},
+        {"key_indices": rng.integers(-1, Lk, (2, 2, Lq, 40))},
+    ):
+        O, L = run("cpu.rung5_decode", q, k, v, **given, **options)
+        exact_O, exact_L = run("dense", q.astype(np.float64), k, v, **given, **options)
+        np.testing.assert_allclose(L, exact_L, rtol=0, atol=1e-4)
+        largest = np.abs(exact_O).max()
+        np.testing.assert_allclose(O.astype(np.float64), exact_O, rtol=0, atol=eps * largest)
+
+
+def test_a_plan_for_8_bits_reads_the_scales_of_each_call():
+    q, k, v = ragged(Lq=1, D=64, Dv=64)
+    k, v = ((40 * x).astype(np.int8) for x in (k, v))
+    for scale in (
+        0.02,
+        0.01,
+        np.full(k.shape[:3], 0.03, np.float32),
+        np.float32(0.04) * np.ones(k.shape[:3], np.float32),
+    ):
+        given = {"k_scale": scale, "v_scale": scale}
+        O = attention(q, k, v, **given, backend="cpu")
+        exact = attention(q.astype(np.float64), k, v, **given, backend="dense")
+        np.testing.assert_allclose(O, exact, rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="v_scale has the number 0"):
+        attention(q, k, v, k_scale=0.02, v_scale=0.0, backend="cpu")
+
+
 def test_a_nan_in_8_bits_reaches_the_queries_that_see_it():
     stored = ml_dtypes.float8_e4m3fn
     q, k, v = ragged(Lq=2)

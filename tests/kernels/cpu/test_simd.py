@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from kernels.cpu import plain_simd
 
+from minimha.kernels.cpu.simd import bytes as bytes_
 from minimha.kernels.cpu.simd import halves, vector
 from minimha.kernels.cpu.simd.dot import ROWS_AHEAD, dot_products, weighted_rows
 from minimha.kernels.cpu.simd.memory import fetch_add, flat, matrix
@@ -180,6 +181,74 @@ def test_weighted_rows(depth, columns, rows, dtype, stored):
     plain_simd.weighted_rows(P, 1, depth + 1, floats, starts, 2, expected, *to)
     largest = max(1, abs(floats).max() / 5)
     np.testing.assert_allclose(O, expected, atol=50 * largest * np.finfo(dtype).eps)
+
+
+@numba.njit
+def taken_digits(K):
+    return bytes_.most_digits(K)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(("rows", "depth"), [(1, 64), (5, 128), (16, 192), (37, 64), (256, 256)])
+@pytest.mark.parametrize("stored", [np.int8, ml_dtypes.float8_e4m3fn], ids=["int8", "float8"])
+def test_products_of_8_and_16_bits(stored, rows, depth, queries):
+    K, floats = as_stored(numbers(rows + 1, depth + 2), stored)
+    if not taken_digits(K):
+        pytest.skip("this CPU has no instruction for products of 8 and 16 bits")
+    Q, P = (
+        numbers(queries, n).astype(ml_dtypes.bfloat16).astype(np.float32) for n in (depth, rows)
+    )
+    starts, factors = scattered(rows, depth + 2), np.zeros(queries, np.float32)
+    halves_, spare = np.zeros(queries * 256, np.uint16), np.zeros(256, np.uint16)
+    assert bytes_.narrow_queries(K, Q.ravel(), 8, queries, depth, spare, halves_, factors)
+    S, expected = np.zeros((2, queries, rows + 15), np.float32)
+    to = (0, rows + 15, rows, queries, depth, True)
+    bytes_.byte_products(K, starts, 2, halves_, factors, S.ravel(), *to)
+    plain_simd.dot_products(floats, starts, 2, Q.ravel(), 0, depth, expected.ravel(), *to)
+    step = 2.0**-16 * np.abs(Q).max()  # half the distance of neighbouring int16 numbers
+    atol = step * depth * np.abs(floats).max()
+    np.testing.assert_allclose(S[:, :rows], expected[:, :rows], rtol=1e-6, atol=atol)
+
+    assert bytes_.narrow_weights(K, P.ravel(), 0, rows, queries, rows, halves_, factors)
+    O = numbers(queries, depth + 1)
+    wanted = O.copy()
+    bytes_.weighted_bytes(
+        halves_, factors, K, starts, 2, O.ravel(), depth + 1, rows, queries, depth, True
+    )
+    plain_simd.weighted_rows(
+        P.ravel(),
+        0,
+        rows,
+        floats,
+        starts,
+        2,
+        wanted.ravel(),
+        0,
+        depth + 1,
+        queries,
+        depth,
+        rows,
+        True,
+    )
+    atol = 2.0**-16 * np.abs(P).max() * rows * np.abs(floats).max()
+    np.testing.assert_allclose(O, wanted, rtol=1e-6, atol=atol)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1e-35])
+def test_numbers_that_int16_cannot_scale_are_left_to_float32(number):
+    K, Q = np.zeros(64, np.int8), np.full(64, 1e-36, np.float32)
+    Q[9] = number
+    room = np.zeros((3, 256), np.uint16)
+    assert not bytes_.narrow_queries(K, Q, 8, 1, 64, room[0], room[1], np.zeros(1, np.float32))
+
+
+def test_queries_of_more_digits_are_not_rounded():
+    Q, room = np.ones(64, np.float32), np.zeros((3, 256), np.uint16)
+    for dtype, digits in ((np.int8, 24), (np.uint8, 11), (np.float32, 8)):
+        K = np.zeros(64, dtype)
+        assert not bytes_.narrow_queries(
+            K, Q, digits, 1, 64, room[0], room[1], np.zeros(1, np.float32)
+        )
 
 
 @numba.njit

@@ -45,7 +45,7 @@ def _start_at(starts, r):
     return lambda starts, r: starts[r]
 
 
-def _starts(context, builder, kind, starts, first):
+def offsets_of(context, builder, kind, starts, first):
     """Return start(r), which generates item first + r of ``starts``, of the numba type ``kind``."""
     if isinstance(kind, types.BaseTuple):
         begin, stride = cgutils.unpack_tuple(builder, starts)
@@ -61,7 +61,7 @@ def _rows(builder, X, start, r, number, ahead=0):
     return [builder.gep(X, [place]) for place in places]
 
 
-def _prefetch_to_L2(builder, X, kind, starts, r, number, columns):
+def prefetch_rows_to_L2(builder, X, kind, starts, r, number, columns):
     """Generate prefetches of ``number`` rows from r + ``ROWS_AHEAD`` on; ``kind`` is X's type."""
     rows = _rows(builder, X, starts, r, number, ROWS_AHEAD)
 
@@ -90,12 +90,24 @@ def _prefetcher(builder, vector, X, starts, r, number, columns):
     return prefetch_rows
 
 
-def _loop_far_or_near(builder, far, stop, step, body):
-    """Generate two loops of ``body(n, is_far)`` without branches inside; ``far`` chooses one."""
+def loop_far_or_near(builder, far, stop, step, body, initial=()):
+    """Generate two loops of ``body(n, values, is_far)`` without branches inside; see ``loop``.
+
+    ``far`` chooses one of them. Returns the values.
+    """
+    results = []
     with builder.if_else(far) as branches:
         for is_far, branch in zip((True, False), branches, strict=True):
             with branch:
-                loop(builder, stop, step, [], lambda n, _, is_far=is_far: body(n, is_far))
+                own = loop(
+                    builder, stop, step, initial, lambda n, x, is_far=is_far: body(n, x, is_far)
+                )
+                results.append((own, builder.block))
+    values = [builder.phi(value.type) for value in initial]
+    for own, block in results:
+        for phi, value in zip(values, own, strict=True):
+            phi.add_incoming(value, block)
+    return values
 
 
 def _loader(vector, kind):
@@ -127,9 +139,10 @@ def _number_at(X, x):
     return lambda X, x: X[x]
 
 
-def _horizontal_sums(builder, vector, values):
+def horizontal_sums(builder, vector, values):
     """Generate one vector whose lane x is the sum of all lanes of ``values[x]``.
 
+    The lanes are floats or integers.
     Each step turns two vectors into one: it adds one half of each vector's lanes to the other half.
     The first steps stay within pieces of 128 bits, where shuffles are fast; the last cross them.
     """
@@ -163,10 +176,12 @@ def _horizontal_sums(builder, vector, values):
             ]
         )
         span //= 2
+    is_float = values[0].type == vector.type
+    add = builder.fadd if is_float else builder.add
     for halves in steps:
         picks = [ir.Constant(ir.VectorType(ir.IntType(32), width), half) for half in halves]
         values = [
-            builder.fadd(*(builder.shuffle_vector(one, other, pick) for pick in picks))
+            add(*(builder.shuffle_vector(one, other, pick) for pick in picks))
             for one, other in zip(values[::2], values[1::2], strict=True)
         ]
     return values[0]
@@ -190,7 +205,7 @@ def _dots(queries, together, vectors):
             kinds = signature.args
             vector = Vector(kinds[6].dtype)
             A = pointer_to(context, builder, kinds[0], A, INT(0))
-            starts = _starts(context, builder, kinds[1], starts, a)
+            starts = offsets_of(context, builder, kinds[1], starts, a)
             B = pointer_to(context, builder, kinds[3], B, b)
             C = pointer_to(context, builder, kinds[6], C, c)
             rows = max(together, vector.width // queries)
@@ -203,11 +218,11 @@ def _dots(queries, together, vectors):
             totals = cgutils.alloca_once(builder, vector.type, queries * rows)
             load = _loader(vector, kinds[0])
 
-            def some_rows(first, is_far):
+            def some_rows(first, _, is_far):
                 own = _rows(builder, A, starts, first, together)
                 prefetch_rows = _prefetcher(builder, vector, A, starts, first, together, depth)
                 if is_far:
-                    _prefetch_to_L2(builder, A, kinds[0], starts, first, together, depth)
+                    prefetch_rows_to_L2(builder, A, kinds[0], starts, first, together, depth)
 
                 def some_vectors(begin, number):
                     def body(k, sums):
@@ -236,12 +251,12 @@ def _dots(queries, together, vectors):
                     builder.store(total, builder.gep(totals, [place]))
                 return []
 
-            _loop_far_or_near(builder, far, INT(rows), together, some_rows)
+            loop_far_or_near(builder, far, INT(rows), together, some_rows)
             for first in range(0, queries * rows, vector.width):
                 to_add = [
                     builder.load(builder.gep(totals, [INT(first + x)])) for x in range(vector.width)
                 ]
-                products = _horizontal_sums(builder, vector, to_add)
+                products = horizontal_sums(builder, vector, to_add)
                 for lane in range(0, vector.width, min(rows, vector.width)):
                     g, r = divmod(first + lane, rows)
                     to = builder.gep(C, [builder.add(builder.mul(INT(g), c_row), INT(r))])
@@ -310,18 +325,18 @@ def _weigh(queries, keys):
             vector = Vector(kinds[6].dtype)
             P = pointer_to(context, builder, kinds[0], P, p)
             V = pointer_to(context, builder, kinds[3], V, INT(0))
-            starts = _starts(context, builder, kinds[4], starts, v)
+            starts = offsets_of(context, builder, kinds[4], starts, v)
             O = pointer_to(context, builder, kinds[6], O, o)
             load = _loader(vector, kinds[3])
             rows_of_O = [builder.gep(O, [builder.mul(INT(g), o_row)]) for g in range(queries)]
             rows_of_P = [builder.gep(P, [builder.mul(INT(g), p_row)]) for g in range(queries)]
 
-            def some_keys(k, is_far):
+            def some_keys(k, _, is_far):
                 indices = [builder.add(k, INT(x)) for x in range(keys)]
                 rows_of_V = _rows(builder, V, starts, k, keys)
                 prefetch_rows = _prefetcher(builder, vector, V, starts, k, keys, columns)
                 if is_far:
-                    _prefetch_to_L2(builder, V, kinds[3], starts, k, keys, columns)
+                    prefetch_rows_to_L2(builder, V, kinds[3], starts, k, keys, columns)
                 weights = [
                     [vector.splat(builder, builder.load(builder.gep(row, [j]))) for j in indices]
                     for row in rows_of_P
@@ -352,7 +367,7 @@ def _weigh(queries, keys):
                     loop(builder, rest, vector.width, [], some_columns(full, 1))
                 return []
 
-            _loop_far_or_near(builder, far, depth, keys, some_keys)
+            loop_far_or_near(builder, far, depth, keys, some_keys)
             return context.get_dummy_value()
 
         return signature, generate
