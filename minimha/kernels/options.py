@@ -21,7 +21,8 @@ class Options(NamedTuple):
     """The options of a problem, except mask, bias and functions, as arguments of a kernel.
 
     Without a soft cap ``softcap`` is 0, without sinks ``sinks`` is all -inf, and without ALiBi
-    ``slopes`` is empty. 16-bit numbers are float16 unless ``is_bfloat16``.
+    ``slopes`` is empty. 16-bit numbers are float16 unless ``is_bfloat16``; for 8-bit keys and
+    values, ``is_bfloat16`` tells the dtype of the caller's q.
     """
 
     left: int

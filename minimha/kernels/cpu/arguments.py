@@ -4,7 +4,7 @@ A kernel is called with the address of the line and the number of the thread. Th
 
     6 integers               addresses of the headers of q, k, v, O, L and the buffers' memory
     9 integers per array     its address, its shape and its strides, padded to four axes
-    11 numbers and 2 sizes
+    10 numbers and 2 sizes
     the counters             on a separate cache line
 
 A later call with arrays of the same shapes and strides copies the line and replaces the first six
@@ -72,17 +72,16 @@ PICKS = ("picks", "chosen")  # of ``selection.Selection``
 SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS, *BLOCKS, *PICKS)
 ARRAYS = ("q", "k", "v", "mask", "bias", "k_scale", "v_scale", "O", "L", *SMALL)
 FUNCTIONS = ("score_mod", "mask_mod", "first_head", "first_key")
-NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "digits", "page_size", *FUNCTIONS)
+NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size", *FUNCTIONS)
 HEADERS = Struct(f"={len(BROUGHT)}q")
 
 
-# ``Options``, the binary digits of the numbers in the caller's q, the rows of each sequence
-# (``Sequences``) and the caller's functions: addresses of
+# ``Options``, the rows of each sequence (``Sequences``) and the caller's functions: addresses of
 # ``score_mod`` and ``mask_mod`` or 0, the h and j that they get for head 0 and key 0 (as b they get
 # ``ids``), the blocks that are hidden, the keys that queries picked, and the counter FAILED.
 CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
     "CPUOptions",
-    (*Options._fields, "digits", *ROWS, "page_size", *FUNCTIONS, *BLOCKS, *PICKS, "failed"),
+    (*Options._fields, *ROWS, "page_size", *FUNCTIONS, *BLOCKS, *PICKS, "failed"),
 )
 
 
@@ -171,7 +170,7 @@ class Line(types.Type):
         fields |= {"picks": types.Array(types.int32, 4, "A")}
         fields |= {"chosen": types.Array(types.int32, 3, "A")}
         fields |= {name: types.Array(kinds[x.kind], 1, "C") for name, x in buffers.items()}
-        numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, *[types.int64] * 6)
+        numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, *[types.int64] * 5)
         fields |= zip(NUMBERS, numbers, strict=True)
         self.fields = fields | dict.fromkeys(("counters", "failed"), counters)
         self.fields |= dict.fromkeys(("worker", "workers"), types.int64)

@@ -73,7 +73,6 @@ LONG = 1 << 33  # products: some tenths of a second, so that Ctrl-C must end the
 PAGE = 1 << 12  # bytes
 LARGEST_REMEMBERED = 1 << 16  # bytes that a remembered plan holds at most
 FLOAT64, UINT8, INT64 = np.dtype(np.float64), np.dtype(np.uint8), np.dtype(np.int64)
-DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary, of each number
 CANCELLED = 1 << 62  # a task that does not exist
 SPARES, LARGEST_SPARE = 4, 1 << 23  # blocks of memory kept for later calls, and their bytes
 
@@ -259,8 +258,7 @@ class Plan:
         is_skipping = is_skipping and not is_gathering
         hidden = blocks_of(problem) if is_skipping else no_blocks(H)
         return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals
-            *options(problem), digits=DIGITS[problem.dtype.name],
-            queries=np.ascontiguousarray(rows.queries),
+            *options(problem), queries=np.ascontiguousarray(rows.queries),
             pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
             ids=rows.ids + b, page_size=rows.page_size, score_mod=0, mask_mod=0, first_head=h,
             first_key=key, **hidden._asdict(), failed=None,

@@ -10,11 +10,11 @@ m_s, l_s and O_s, which are merged by log-sum-exp:
     m = max m_s,   l = Σ exp(m_s - m) l_s,   O = Σ exp(m_s - m) O_s / l
 
 8-bit keys and values are widened in registers. Their scales multiply scores (after line 8) and
-weights (before line 10), which are fewer numbers than K and V. If the queries have 16 bits and the
-CPU multiplies pairs of 16-bit numbers, keys and values become such pairs instead, and the queries
-and weights are rounded to 16 bits (``simd.bytes``). int8 then takes 0.68 times as long as bfloat16,
-float8_e4m3fn 0.75 times, where widening to float32 took 1.0 and 1.3 times (32 heads over 8, 65536
-keys of width 128, queries in bfloat16; two cores of an AMD EPYC, 2026-11-28).
+weights (before line 10), which are fewer numbers than K and V. If the queries are bfloat16 and the
+CPU multiplies pairs of bfloat16 numbers, they become bfloat16 instead, and so do the weights
+(``simd.bytes``). int8 then takes 0.77 times as long as bfloat16, float8_e4m3fn 0.71 times, where
+widening to float32 took 1.0 and 1.3 times (32 heads over 8, 65536 keys of width 128; two cores of
+an AMD EPYC, 2026-11-28).
 
 Pages in random order take longer than keys in one piece: 1.3 × for pages of 16 keys, 1.15 × for
 pages of 64 (16384 keys of width 128, float32; one core of an AMD EPYC, 2026-11-23).
@@ -46,11 +46,11 @@ from minimha.kernels.cpu.nonfinite import add_visible_values, has_nonfinite, not
 from minimha.kernels.cpu.selection import is_picked, place_in
 from minimha.kernels.cpu.simd.bytes import (
     MOST_KEYS,
-    UNIT,
+    are_multiplied,
     byte_products,
     has_nan,
-    narrow_queries,
-    narrow_weights,
+    round_queries,
+    round_weights,
     weighted_bytes,
 )
 from minimha.kernels.cpu.simd.dot import ROWS_AHEAD, dot_products, weighted_rows
@@ -88,11 +88,10 @@ WORTH_SHARING = 1 << 16  # numbers of K and V; reading fewer is faster than waki
 WORTH_SKIPPING = 1 << 22  # numbers of K and V; reading fewer is faster than calling a ``mask_mod``
 
 # Each thread has queries (R, D), scores and visible pairs (R, B_c), a part of O's sum (R, Dv), one
-# number per lane, widened rows, and starts of rows of K or V. For 8-bit keys it has queries and
-# weights (R, SUMMED) of 16 bits, and their factors (R) each. All threads share O (R, Dv), m and l
-# (R) of every split of every head.
-BUFFERS = dict.fromkeys(("Q", "S", "part", "top", "shift", "total", "wide"), Buffer(REAL))
-BUFFERS |= dict.fromkeys(("narrow", "factors"), Buffer(REAL))
+# number per lane, widened rows, and starts of rows of K or V. For 8-bit keys it has weights
+# (R, SUMMED) and queries (R, D) in bfloat16. All threads share O (R, Dv), m and l (R) of every
+# split of every head.
+BUFFERS = dict.fromkeys(("Q", "S", "part", "top", "shift", "total", "wide", "narrow"), Buffer(REAL))
 BUFFERS |= {
     "visible": Buffer(BYTE),
     "starts": Buffer(INDEX),
@@ -122,9 +121,7 @@ def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None
     lengths |= dict.fromkeys(("top", "shift", "total"), widest)
     is_copied = problem.dtype.itemsize < itemsize or problem.key_indices is not None
     is_copied = is_copied or problem.k_scale is not None
-    is_narrow = problem.k_scale is not None
-    lengths |= {"narrow": rows * (D + SUMMED) // 2 if is_narrow else 0}
-    lengths |= {"factors": 2 * rows if is_narrow else 0}
+    lengths |= {"narrow": 0 if problem.k_scale is None else rows * (D + SUMMED) // 2}
     lengths |= {"wide": NEAR * max(D, Dv) if is_copied else 0}
     lengths |= {"parts_O": B * Hkv * splits * rows * Dv, "parts_ml": B * Hkv * splits * 2 * rows}
     lengths |= {"counters": FINISHED + B * Hkv, "starts": SUMMED + ROWS_AHEAD}
@@ -172,10 +169,9 @@ def decode(line, worker):
         _, _, Lq = queries_of(o, b)
         rows = group * Lq
         load_queries(q, matrix(t.Q, 0, rows, D), o, b, kv, group, t.wide)
-        weights = halves_of(t.narrow)
-        is_narrow = Dv % UNIT == 0 and narrow_queries(
-            k, t.Q, o.digits, rows, D, weights, flat(weights, rows * SUMMED), t.factors
-        )
+        is_narrow = o.is_bfloat16 and are_multiplied(k, D) and are_multiplied(v, Dv)
+        if is_narrow:
+            round_queries(t.Q, rows, D, flat(halves_of(t.narrow), rows * SUMMED))
         part = part_of(t, head * splits + split, rows, most, Dv)
         for r in range(rows):
             part.m[r] = -math.inf
@@ -254,7 +250,7 @@ def update_rows(
     """Update m, l and O of all queries with n keys from j0 on (FlashAttention-2, lines 8 to 10).
 
     If ``all_visible``, ``mask_mod`` hides none of these keys. If ``is_narrow``, the thread has the
-    queries in 16 bits. With ``key_indices``, j0 and n count
+    queries in bfloat16. With ``key_indices``, j0 and n count
     only the keys that at least one query of the sequence picked. If there are several queries, a
     key is hidden from those that did not pick it.
     """
@@ -269,14 +265,14 @@ def update_rows(
             keys = keys_from(k, o, b, kv, j0 + near)
             if is_narrow:
                 line, Q = flat(k, 0), flat(halves_of(t.narrow), rows * SUMMED)
-                byte_products(line, keys, 0, Q, t.factors, t.S, near, B_c, depth, rows, D, far)
+                byte_products(line, keys, 0, Q, t.S, near, B_c, depth, rows, D, far)
             else:
                 dot_products(flat(k, 0), keys, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, far)
             continue
         find_rows(k, o, b, kv, j0 + near, depth, starts)
         if is_narrow:
             line, Q = flat(k, 0), flat(halves_of(t.narrow), rows * SUMMED)
-            byte_products(line, starts, 0, Q, t.factors, t.S, near, B_c, depth, rows, D, far)
+            byte_products(line, starts, 0, Q, t.S, near, B_c, depth, rows, D, far)
         elif is_direct:
             dot_products(flat(k, 0), starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, far)
         else:
@@ -338,16 +334,16 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, is_narrow, S, visible, 
     """Sum P V over n keys of a block, from key ``begin`` on, and then add the sum to O.
 
     Short sums lose fewer digits. If ``is_partial``, nonfinite values of hidden keys are left out.
-    If ``is_narrow``, 8-bit values are multiplied by weights of 16 bits.
+    If ``is_narrow``, 8-bit values are multiplied by weights in bfloat16.
     """
     (rows, Dv), B_c, P, part, starts = O.shape, S.shape[1], t.S, t.part, t.starts
     if is_narrow and is_regular(o):
         keys = keys_from(v, o, b, kv, j0 + begin)
-        if add_bytes(v, keys, O, P, begin, B_c, n, is_partial, t.narrow, t.factors):
+        if add_bytes(v, keys, O, P, begin, B_c, n, is_partial, t.narrow):
             return
     elif is_narrow:
         find_rows(v, o, b, kv, j0 + begin, n, starts)
-        if add_bytes(v, starts, O, P, begin, B_c, n, is_partial, t.narrow, t.factors):
+        if add_bytes(v, starts, O, P, begin, B_c, n, is_partial, t.narrow):
             return
     for x in range(rows * Dv):
         part[x] = 0
@@ -381,18 +377,17 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, is_narrow, S, visible, 
 
 
 @jit_inline
-def add_bytes(v, starts, O, P, p, p_row, n, is_partial, narrow, factors):
-    """Add P V to O with weights of 16 bits, and return True, or return False if that is impossible.
+def add_bytes(v, starts, O, P, p, p_row, n, is_partial, narrow):
+    """Add P V to O with weights in bfloat16, and return True.
 
-    P's rows begin at P[p]. If ``is_partial``, V must not have NaN, since keys may be hidden.
+    P's rows begin at P[p]. If ``is_partial``, keys may be hidden. If V then has NaN, the function
+    only returns False.
     """
     (rows, Dv), line, weights = O.shape, flat(v, 0), halves_of(narrow)
-    own = flat(factors, rows)
     if is_partial and has_nan(line, starts, n, Dv):
         return False
-    if not narrow_weights(v, P, p, p_row, rows, n, weights, own):
-        return False
-    weighted_bytes(weights, own, line, starts, 0, flat(O, 0), Dv, n, rows, Dv, is_far(v))
+    round_weights(P, p, p_row, rows, n, weights)
+    weighted_bytes(weights, line, starts, 0, flat(O, 0), Dv, n, rows, Dv, is_far(v))
     return True
 
 

@@ -64,9 +64,7 @@ def test_8_bit_keys_and_values_of_any_strides_and_scales(name, Lq, stored):
 @pytest.mark.parametrize("stored", [np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)], ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize(("H", "Lq", "Lk"), [(2, 1, 1), (6, 1, 257), (8, 3, 1030), (16, 1, 800)])
-def test_16_bit_queries_of_8_bit_keys_lose_what_rounding_the_weights_loses(
-    H, Lq, Lk, dtype, stored
-):
+def test_8_bit_keys_of_16_bit_queries_lose_no_more_than_rounding_may(H, Lq, Lk, dtype, stored):
     q, k, v = ragged(H=H, Lq=Lq, Lk=Lk, D=128, Dv=64)
     q, k, v = q.astype(dtype), *((40 * x).astype(stored) for x in (k, v))
     rng = np.random.default_rng(3)

@@ -184,71 +184,54 @@ def test_weighted_rows(depth, columns, rows, dtype, stored):
 
 
 @numba.njit
-def taken_digits(K):
-    return bytes_.most_digits(K)
+def are_multiplied(X, columns):
+    return bytes_.are_multiplied(X, columns)
 
 
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize(("rows", "depth"), [(1, 64), (5, 128), (16, 192), (37, 64), (256, 256)])
 @pytest.mark.parametrize("stored", [np.int8, ml_dtypes.float8_e4m3fn], ids=["int8", "float8"])
-def test_products_of_8_and_16_bits(stored, rows, depth, queries):
+def test_products_of_bytes_and_bfloat16(stored, rows, depth, queries):
     K, floats = as_stored(numbers(rows + 1, depth + 2), stored)
-    if not taken_digits(K):
-        pytest.skip("this CPU has no instruction for products of 8 and 16 bits")
-    Q, P = (
-        numbers(queries, n).astype(ml_dtypes.bfloat16).astype(np.float32) for n in (depth, rows)
-    )
-    starts, factors = scattered(rows, depth + 2), np.zeros(queries, np.float32)
-    halves_, spare = np.zeros(queries * 256, np.uint16), np.zeros(256, np.uint16)
-    assert bytes_.narrow_queries(K, Q.ravel(), 8, queries, depth, spare, halves_, factors)
+    if not are_multiplied(K, depth):
+        pytest.skip("this CPU has no AVX-512 with BF16 and VBMI")
+    if stored == np.int8:
+        K[::7], floats[::7] = -128, -128
+    Q, P = (numbers(queries, n).astype(ml_dtypes.bfloat16) for n in (depth, rows))
+    Q, P = Q.astype(np.float32), P.astype(np.float32)
+    starts, halves_ = scattered(rows, depth + 2), np.zeros(queries * 256, np.uint16)
     S, expected = np.zeros((2, queries, rows + 15), np.float32)
     to = (0, rows + 15, rows, queries, depth, True)
-    bytes_.byte_products(K, starts, 2, halves_, factors, S.ravel(), *to)
-    plain_simd.dot_products(floats, starts, 2, Q.ravel(), 0, depth, expected.ravel(), *to)
-    step = 2.0**-16 * np.abs(Q).max()  # half the distance of neighbouring int16 numbers
-    atol = step * depth * np.abs(floats).max()
+    bytes_.round_queries(Q, queries, depth, halves_)
+    bytes_.byte_products(K, starts, 2, halves_, S.ravel(), *to)
+    plain_simd.dot_products(floats, starts, 2, Q, 0, depth, expected.ravel(), *to)
+    atol = 1e-6 * depth * np.abs(floats).max()
     np.testing.assert_allclose(S[:, :rows], expected[:, :rows], rtol=1e-6, atol=atol)
 
-    assert bytes_.narrow_weights(K, P.ravel(), 0, rows, queries, rows, halves_, factors)
     O = numbers(queries, depth + 1)
     wanted = O.copy()
-    bytes_.weighted_bytes(
-        halves_, factors, K, starts, 2, O.ravel(), depth + 1, rows, queries, depth, True
-    )
-    plain_simd.weighted_rows(
-        P.ravel(),
-        0,
-        rows,
-        floats,
-        starts,
-        2,
-        wanted.ravel(),
-        0,
-        depth + 1,
-        queries,
-        depth,
-        rows,
-        True,
-    )
-    atol = 2.0**-16 * np.abs(P).max() * rows * np.abs(floats).max()
+    bytes_.round_weights(P, 0, rows, queries, rows, halves_)
+    bytes_.weighted_bytes(halves_, K, starts, 2, O, depth + 1, rows, queries, depth, True)
+    to = (0, depth + 1, queries, depth, rows, True)
+    plain_simd.weighted_rows(P, 0, rows, floats, starts, 2, wanted, *to)
+    atol = 1e-6 * rows * np.abs(floats).max()
     np.testing.assert_allclose(O, wanted, rtol=1e-6, atol=atol)
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf, 1e-35])
-def test_numbers_that_int16_cannot_scale_are_left_to_float32(number):
-    K, Q = np.zeros(64, np.int8), np.full(64, 1e-36, np.float32)
-    Q[9] = number
-    room = np.zeros((3, 256), np.uint16)
-    assert not bytes_.narrow_queries(K, Q, 8, 1, 64, room[0], room[1], np.zeros(1, np.float32))
+@pytest.mark.parametrize("stored", [np.int8, np.uint8])
+def test_every_byte_becomes_bfloat16_exactly(stored):
+    V_, O = np.arange(256).astype(stored), np.zeros(256, np.float32)
+    if not are_multiplied(V_, 256):
+        pytest.skip("this CPU has no AVX-512 with BF16 and VBMI")
+    one = np.array([1, 0], ml_dtypes.bfloat16).view(np.uint16)
+    bytes_.weighted_bytes(one, V_, np.zeros(1 + ROWS_AHEAD, np.int64), 0, O, 256, 1, 1, 256, False)
+    wanted = V_ if stored == np.int8 else [naive.float8(x) / 256 for x in range(256)]
+    np.testing.assert_array_equal(O, np.array(wanted, np.float32))
 
 
-def test_queries_of_more_digits_are_not_rounded():
-    Q, room = np.ones(64, np.float32), np.zeros((3, 256), np.uint16)
-    for dtype, digits in ((np.int8, 24), (np.uint8, 11), (np.float32, 8)):
-        K = np.zeros(64, dtype)
-        assert not bytes_.narrow_queries(
-            K, Q, digits, 1, 64, room[0], room[1], np.zeros(1, np.float32)
-        )
+def test_other_columns_and_dtypes_are_not_multiplied():
+    for dtype, columns in ((np.int8, 80), (np.uint8, 63), (np.float32, 64), (np.uint16, 64)):
+        assert not are_multiplied(np.zeros(64, dtype), columns)
 
 
 @numba.njit

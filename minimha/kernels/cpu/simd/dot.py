@@ -142,7 +142,6 @@ def _number_at(X, x):
 def horizontal_sums(builder, vector, values):
     """Generate one vector whose lane x is the sum of all lanes of ``values[x]``.
 
-    The lanes are floats or integers.
     Each step turns two vectors into one: it adds one half of each vector's lanes to the other half.
     The first steps stay within pieces of 128 bits, where shuffles are fast; the last cross them.
     """
@@ -176,12 +175,10 @@ def horizontal_sums(builder, vector, values):
             ]
         )
         span //= 2
-    is_float = values[0].type == vector.type
-    add = builder.fadd if is_float else builder.add
     for halves in steps:
         picks = [ir.Constant(ir.VectorType(ir.IntType(32), width), half) for half in halves]
         values = [
-            add(*(builder.shuffle_vector(one, other, pick) for pick in picks))
+            builder.fadd(*(builder.shuffle_vector(one, other, pick) for pick in picks))
             for one, other in zip(values[::2], values[1::2], strict=True)
         ]
     return values[0]

@@ -27,9 +27,8 @@ _, _, _signed = cpu_target.target_context.codegen().magic_tuple()
 FEATURES = {name[1:] for name in _signed.split(",") if name.startswith("+")}
 VECTOR_BITS, REGISTERS = host_vectors()
 MULTIPLIES_PAIRS = VECTOR_BITS == 512 and "avx512bf16" in FEATURES
-ADDS_PAIRS = VECTOR_BITS == 512 and {"avx512bw", "avx512vnni"} <= FEATURES
-if MULTIPLIES_PAIRS or ADDS_PAIRS:
-    binding.initialize_native_asmparser()  # for ``Vector.add_pairs`` and ``add_integer_pairs``
+if MULTIPLIES_PAIRS:
+    binding.initialize_native_asmparser()  # for ``Vector.add_pairs``
 
 
 @jit_too
@@ -71,11 +70,6 @@ class Vector:
         """
         kind = ir.FunctionType(self.type, [self.type] * 3)
         return builder.asm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0", (a, b, c), False)
-
-    def add_integer_pairs(self, builder, a, b, c):
-        """Generate c + a · b, where each lane of a and b has two int16 numbers, and c is int32."""
-        kind = ir.FunctionType(self.integers, [self.integers] * 3)
-        return builder.asm(kind, "vpdpwssd $2, $1, $0", "=v,v,v,0", (a, b, c), False)
 
     def load(self, builder, pointer, n=0):
         """Generate code that loads vector n, counted from ``pointer``."""
