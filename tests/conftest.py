@@ -21,6 +21,13 @@ settings.register_profile("fresh", deadline=None, database=None)
 settings.register_profile("explore", deadline=None, database=None, max_examples=400)
 settings.load_profile("same")
 
+# Tests of a group run in one process, which computes once what right functions, and those with each
+# bug, answer to each problem.
+GROUPS = {
+    "bugs": ("test_verdict.py",),
+    "delta rule": ("check/test_delta_rule.py",),
+    "functions": ("check/test_asking.py", "test_arranged.py", "test_libraries.py", "test_sized.py"),
+}
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 # Programs, and tests for a process of their own: importing them replaces numba's CUDA or torch.
@@ -32,8 +39,13 @@ collect_ignore = [
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Choose the seed of fresh problems before Hypothesis does, once for all workers."""
+    """Choose the seed of fresh problems before Hypothesis does, once for all workers.
+
+    Tests of each of ``GROUPS`` run in one worker.
+    """
     option = config.option
+    if getattr(option, "dist", None) == "load":  # xdist's default
+        option.dist = "loadgroup"
     if option.hypothesis_profile in ("fresh", "explore"):
         option.hypothesis_seed = option.hypothesis_seed or str(secrets.randbelow(2**32))
         option.timeout = option.timeout or 1800
@@ -46,8 +58,14 @@ def pytest_sessionstart(session):
         session.config.get_terminal_writer().line(f"--hypothesis-seed={seed}")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Take the longest tests first: at the end, a worker with one would let the others wait."""
+    for item in items:
+        for group, files in GROUPS.items():
+            if any(name in item.nodeid for name in files):
+                item.add_marker(pytest.mark.xdist_group(group))
+                item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

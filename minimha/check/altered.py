@@ -108,10 +108,10 @@ def _option(name: str, change: Callable[[Prepared, Any, Any], Any]) -> Alter:
     return alter
 
 
-def _first_in_group(x: Prepared, sinks: Array, number: int) -> Array:
-    """Give each head the sink of one of the first ``number`` heads of its group, in turn."""
+def _first_in_group(x: Prepared, numbers: Array, number: int) -> Array:
+    """Give each head the number of one of the first ``number`` heads of its group, in turn."""
     g = _in_group(x)
-    return np.asarray(sinks[np.arange(x.H) - g + g % number])
+    return np.asarray(numbers[np.arange(x.H) - g + g % number])
 
 
 def _in_group(x: Prepared) -> Array:
@@ -124,6 +124,11 @@ def _in_first_row(x: Prepared, bias: Array, tile: int) -> Array:
     if bias.shape[-2] > 1:
         return bias
     return np.where(np.arange(x.Lq)[:, None] % tile == 0, bias, bias.dtype.type(0))
+
+
+def _in_first_tile(x: Prepared, mask: Array, tile: int) -> Array:
+    """Hide by a mask of one row from the first ``tile`` rows only."""
+    return mask if mask.shape[-2] > 1 else mask | (np.arange(x.Lq)[:, None] >= tile)
 
 
 def _from_window(x: Prepared, bias: Array, tile: int) -> Array:
@@ -329,9 +334,11 @@ ALTERATIONS: dict[str, Alter] = {
         "attn_mask", lambda x, a, _: _by_stride(x, a, x.Lq, repeats_last=True)
     ),
     "mask_read_at_corners": _option("attn_mask", _at_corners),
+    "mask_row_in_first_only": _option("attn_mask", _in_first_tile),
     "mask_inverted": _option("attn_mask", lambda x, a, _: ~a),
     "alibi_slope_0_for_all": _option("alibi_slopes", lambda x, a, _: a[0 * a.astype(int)]),
     "alibi_by_kv_head": _option("alibi_slopes", lambda x, a, way: a[heads_by(x, way)]),
+    "alibi_of_first_in_group": _option("alibi_slopes", _first_in_group),
     "alibi_sign": _option("alibi_slopes", lambda x, a, _: -a),
     "sink_0_for_all": _option("sinks", lambda x, a, _: np.repeat(a[:1], x.H)),
     "sinks_by_kv_head": _option("sinks", lambda x, a, way: a[heads_by(x, way)]),
@@ -452,9 +459,19 @@ def _counted(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]
     """Add the logarithm of how often each key is named to its scores."""
     if given.get(INDICES) is None:
         return {}
-    picks = np.broadcast_to(given[INDICES], (x.B, x.Hkv, x.Lq, np.shape(given[INDICES])[-1]))
-    times = (picks[..., None] == x.j).sum(-2)[:, x.heads]
+    picks = np.asarray(given[INDICES])
+    times = (picks[..., None] == x.j).sum(-2)
+    times = times[:, x.heads] if times.shape[1] == x.Hkv else times
     return {"attn_bias": np.log(np.maximum(times, 1)) + given.get("attn_bias", 0)}
+
+
+def _by_place(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    """Hide the indices whose place is after their query's, as causality hides keys."""
+    if given.get(INDICES) is None or not given.get("is_causal"):
+        return {}
+    picks = np.broadcast_to(given[INDICES], (x.B, x.Hkv, x.Lq, np.shape(given[INDICES])[-1]))
+    seen = np.arange(picks.shape[-1]) <= x.i + x.offset
+    return {INDICES: np.where(seen, picks, -1), "is_causal": False}
 
 
 def _rescaled(change: Callable[..., Any]) -> Alter:
@@ -560,6 +577,10 @@ ARRANGED: dict[str, Alter] = {
     "key_indices_pick_by_minus_1": _option(
         INDICES, lambda x, a, which: np.where(a < 0, x.Lk - 1 if which == "last" else 0, a)
     ),
+    "key_indices_by_head": _option(
+        INDICES, lambda x, a, way: a[:, heads_by(x, way)] if a.shape[1] > 1 else a
+    ),
+    "causal_by_place_of_index": _by_place,
     "key_indices_count_twice": _counted,
     "sequences_unseparated": _one_sequence,
     "sequences_begin_wrongly": _moved_borders,

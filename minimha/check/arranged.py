@@ -39,7 +39,7 @@ OVER_SCORES = (("attn_mask",), ("attn_bias",))  # not taken beside packed sequen
 PAGES = (4, 16, 32)  # keys of a page
 DECODING, ENDS = "one query", "at the ends"  # of the keys, as where a kernel decodes
 QUERIES, KEYS = np.array([3, 5, 2]), np.array([7, 6, 9])  # of packed sequences
-IN_PAGES = np.array([41, 53, 34])  # keys of each batch entry
+IN_PAGES = np.array([41, 64, 35])  # keys of each batch entry; the second fills its last page
 
 
 @lru_cache(maxsize=8)
@@ -56,8 +56,8 @@ def arranged(seed: int = 0, D: int = 8) -> tuple[Graded, ...]:
 def rearranged(problem: Graded, kind: str, seed: int) -> Graded | None:
     """Return a problem of ``crossed`` with an option of ``KINDS``, or None if they exclude it.
 
-    The numbers stay as they are: keys move into pages, and batch entries become packed sequences.
-    With lengths, a sequence without queries comes between the others. Functions, indices of keys
+    The numbers stay as they are: keys move into pages, and batch entries become packed sequences,
+    with a sequence without queries between them. Functions, indices of keys
     and 8-bit numbers are added.
     """
     given, draw = dict(problem.arguments), Draw(f"{problem.name} {kind} {seed}")
@@ -100,10 +100,10 @@ def _in_pages(draw: Draw, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_sequence(given: dict[str, Any]) -> dict[str, Any]:
-    """Return packed sequences of the batch entries, the second without queries if with lengths."""
+    """Return packed sequences of the batch entries, the second of several without queries."""
     (B, _, Lq, _), Lk = given["q"].shape, given["k"].shape[2]
     order, queries = list(range(B)), [Lq] * B
-    if B > 1 and "kv_lengths" in given:
+    if B > 1:
         order, queries = [0, 0, *order[1:]], [Lq, 0, *queries[1:]]
     found = {name: x for name, x in given.items() if name not in ("kv_lengths", "q_offset")}
     found["q"] = np.concatenate(list(given["q"]), 1)[None]
@@ -117,15 +117,14 @@ def _in_sequence(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _picks(draw: Draw, given: dict[str, Any]) -> Any:
-    """Return seven keys for each query: one that it sees, one that is none, and one again."""
+    """Return six keys for each query: one that it sees, and one that is none, among others."""
     x = Problem.of(**{name: value for name, value in given.items() if name != "return_lse"})
     (B, H, Lq, _), (_, Hkv, Lk, _) = x.q.shape, x.k.shape
     visible = np.broadcast_to(x.visible(slice(0, Lq), slice(0, Lk)), (B, H, Lq, Lk))
     seen = visible.reshape(B, Hkv, -1, Lq, Lk).all(2)
     turns = draw.rng.random(seen.shape) - seen
     picks = turns.argsort(-1)[..., :5]
-    none, again = np.full_like(picks[..., :1], -1), picks[..., :1]
-    return np.concatenate([picks, none, again], axis=-1).astype(np.int32)
+    return np.insert(picks, 3, -1, axis=-1).astype(np.int32)
 
 
 def kinds_of(problem: Graded) -> list[str]:
@@ -264,7 +263,7 @@ def _both(seed: int, D: int) -> Iterator[Graded]:
 
 
 def _picked(seed: int, D: int) -> Iterator[Graded]:
-    """Yield problems with key_indices, in which a key may be named twice, or -1 stand for none."""
+    """Yield problems with key_indices; -1 stands for none, and some queries name a key twice."""
     rows = (
         ("four keys", (), 4, 0),
         ("fewer keys for some", (), 4, 2),
@@ -278,12 +277,12 @@ def _picked(seed: int, D: int) -> Iterator[Graded]:
         B, H, Lk, Hkv, Lq = 2, 4, 9, 2 if "groups" in on else 4, 1 if DECODING in on else 5
         given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, D, Hkv=Hkv)
         given |= _options(draw, on, H, np.array([6, 8]))
-        rows_of = (B, Hkv if on else 1, Lq) if most else (1, 1, Lq)
+        rows_of = (B, Hkv if on and most else 1, Lq)
         turns = draw.rng.random((*rows_of, Lk))
         i = np.arange(Lq)
         turns[..., i, 1 + i % 3] = -1  # each query names a key that no option hides
         picks = turns.argsort(-1)[..., :K].astype(np.int32)
-        if K > 4:
+        if name.startswith("duplicates"):
             picks[..., -1] = picks[..., 0]
         picks[..., 1:][np.arange(1, K) <= draw.rng.integers(0, most + 1, (*rows_of, 1))] = -1
         given |= {"key_indices": picks} | ({"q_offset": 4} if "is_causal" in on else {})

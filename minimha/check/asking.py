@@ -33,7 +33,7 @@ from minimha.check.crossed import (
     long,
     rows,
 )
-from minimha.check.problems import Graded
+from minimha.check.problems import TWO_AXES, Graded, with_four_axes
 from minimha.check.search import NONE, known
 from minimha.check.sized import ALONE, CUT, cut, sized
 
@@ -128,6 +128,7 @@ class Asking:
         self.all(graded)
         if graded[0].kind != "attention":
             return
+        self._meet_two_axes(graded)
         fitting = next((pair for pair in self._fits() if self._takes(*pair)), None)
         if fitting is None:
             if self.arranges:
@@ -141,6 +142,13 @@ class Asking:
             self.all([*sized(self.seed), *self._wide(fitting[0], singles)])
             self._narrow()
             self._compare_batches()
+
+    def _meet_two_axes(self, graded: Sequence[Graded]) -> None:
+        """Count a mask, or bias, of two axes as refused if only that of four is read rightly."""
+        for p in graded:
+            if p.name in TWO_AXES and self.is_wrong(p) and not self.is_wrong(with_four_axes(p)):
+                reason = "it reads an array (Lq, Lk) otherwise than the same array (1, 1, Lq, Lk)"
+                self.answers[p] = Answer(refusal=reason)
 
     def _compare_batches(self) -> None:
         """Note where a batch entry has other bits alone, twice: a compilation may come between."""

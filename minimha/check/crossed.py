@@ -106,7 +106,9 @@ def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
     if "window_size" in on:  # the last query still sees a key
         last = Lq - 1 + int(np.max(given.get("q_offset", 0)))
         shortest = int(lengths.min()) if "kv_lengths" in on else Lk
-        given["window_size"] = (max(last - shortest + 1, 2 * step), step)
+        is_left_alone = "is_causal" in on and len(on) % 2
+        right = None if is_left_alone else step
+        given["window_size"] = (max(last - shortest + 1, 2 * step), right)
     if "is_causal" in on:
         given["is_causal"] = True
     rows = (B, H) if "by head" in on else (1, 1)

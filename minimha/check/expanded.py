@@ -199,6 +199,7 @@ def _pick_keys(plain: dict[str, Any]) -> None:
     if given is None:
         return
     (B, H, Lq, _), (_, Hkv, Lk, _) = np.shape(plain["q"]), np.shape(plain["k"])
-    given = np.broadcast_to(given, (B, Hkv, Lq, np.shape(given)[-1]))
-    seen = picked(given, slice(0, Lk)).repeat(H // Hkv, axis=1)
+    heads = H if np.shape(given)[1] == H else Hkv  # H in a deviation
+    given = np.broadcast_to(given, (B, heads, Lq, np.shape(given)[-1]))
+    seen = picked(given, slice(0, Lk)).repeat(H // heads, axis=1)
     plain["attn_mask"] = seen & plain.get("attn_mask", True)

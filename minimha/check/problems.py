@@ -28,6 +28,7 @@ REQUIRED = (  # not options
     "latents", "W_iq", "W_ik", "W_iw", "g_ik", "b_ik", "top_k", "rope_dim",
 )  # fmt: skip
 EIGHT = {"Lq": 8, "Lk": 8, "D": 8}  # sizes of problems with V = I
+TWO_AXES = ("mask of two axes", "bias of two axes")  # problems; in all others they have four
 MANY = 301  # keys: not divisible by any usual block size
 
 
@@ -99,11 +100,19 @@ def _graded(dtype: str) -> tuple[Graded, ...]:
         _options_together, _precision,
     )  # fmt: skip
     problems = [problem for family in families for problem in family()]
+    problems = [p if p.name in TWO_AXES else with_four_axes(p) for p in problems]
     return tuple(
         replace(kept(problem), is_exact=problem.is_exact and _has_exact_scores(problem, dtype))
         for problem in problems
         if all(_is_representable(problem.arguments[name], dtype) for name in "qkv")
     )
+
+
+def with_four_axes(problem: Graded) -> Graded:
+    """Return the problem with mask and bias as arrays of four axes, which all functions read."""
+    over = {n: x for n, x in problem.arguments.items() if n in ("attn_mask", "attn_bias")}
+    over = {n: x.reshape((1,) * (4 - x.ndim) + x.shape) for n, x in over.items()}
+    return replace(problem, arguments={**problem.arguments, **over})
 
 
 def kept(problem: Graded) -> Graded:
@@ -290,6 +299,8 @@ def _windows() -> Iterator[Graded]:
     yield _drawn("window without a future", "a side of 0", square, window_size=(2, 0))
     shows = "a side without a limit"
     yield _drawn("window on the left", shows, square, window_size=(2, None))
+    both = {"window_size": (2, None), "is_causal": True}
+    yield _drawn("window on the left, causal", shows, square, **both)
     yield _drawn(
         "window on the left, more keys", shows, {"Lq": 4, "Lk": 10}, window_size=(2, None),
         q_offset=3,
@@ -320,6 +331,9 @@ def _masks() -> Iterator[Graded]:
     mask = Draw("mask, low scores").mask(6, 6)
     shows = "whether keys are hidden for good"
     yield _low_scores("mask, low scores", shows, mask, attn_mask=mask)
+    draw, (name, _) = Draw("two axes"), TWO_AXES
+    square = draw.qkv(2, 2, Lq=6, Lk=6)
+    yield _problem(name, "a mask without axes of heads", square, attn_mask=draw.mask(6, 6))
 
 
 def _lengths() -> Iterator[Graded]:
@@ -349,6 +363,9 @@ def _biases() -> Iterator[Graded]:
     draw = Draw("bias for each entry")
     square, each = draw.qkv(2, 3, Lq=6, Lk=6), draw.numbers(2, 1, 6, 6)
     yield _problem("bias for each entry", "a bias's axes", square, attn_bias=each)
+    draw, (_, name) = Draw("two axes"), TWO_AXES
+    square = draw.qkv(2, 2, Lq=6, Lk=6)
+    yield _problem(name, "a bias without axes of heads", square, attn_bias=draw.numbers(6, 6))
     draw = Draw("bias that hides")
     bias = np.where(draw.mask(5, 7), draw.numbers(5, 7), np.float32(-np.inf))
     yield _problem("bias that hides", "-inf in a bias", draw.qkv(H=2), attn_bias=bias)
@@ -524,6 +541,8 @@ def _ragged() -> Iterator[Graded]:
         given = {**x, "q": x["q"][:, :, :L], "q_offset": 0}
         yield _problem(f"causal, groups of three, {L} queries", shows, given, is_causal=True)
     yield _problem("window, groups of three, 100 tokens", shows, x, window_size=(20, 5))
+    both = {"attn_mask": draw.mask(100, 100) | np.eye(100, dtype=bool), "is_causal": True}
+    yield _problem("mask, causal, groups of three, 100 tokens", shows, x, **both)
     draw = Draw("70 keys")
     x, shows = draw.qkv(2, 2, Lq=3, Lk=70), "a last block of columns"
     yield _problem("mask, 70 keys", shows, x, attn_mask=draw.mask(3, 70))
@@ -532,6 +551,7 @@ def _ragged() -> Iterator[Graded]:
     for Lq, Lk in ((6, 7), (133, 10)):
         x, bias = draw.qkv(2, 2, Lq=Lq, Lk=Lk), draw.numbers(2, 2, 1, Lk)
         yield _problem(f"bias over keys, {Lq} queries", "a bias of one row", x, attn_bias=bias)
+    yield _problem(f"mask over keys, {Lq} queries", "a mask of one row", x, attn_mask=bias > -0.5)
 
 
 def _options_together() -> Iterator[Graded]:

@@ -21,11 +21,11 @@ from minimha.check.problems import Draw, Graded, kept
 WIDTHS = ((64, 64), (128, 128), (80, 80), (256, 256), (72, 72), (192, 128), (96, 96))  # D, Dv
 LENGTHS = (
     (63, 65), (64, 64), (65, 63), (127, 129), (128, 128), (129, 127), (257, 257), (1, 4097),
-    (65, 1025), (1025, 64), (33, 4095), (4097, 33), (128, 150),
+    (65, 1025), (1025, 64), (33, 4095), (4097, 33), (128, 150), (96, 160),
 )  # fmt: skip
 TAILS = ((130, 130), (190, 190))  # more than one row after the last whole 64 or 128
 SINKS = ((33, 129), (1, 257), (1, 1025), (1, 8209))
-HEADS = ((2, 32, 4), (8, 4, 4), (1, 64, 8))  # B, H, Hkv
+HEADS = ((2, 32, 4), (8, 4, 4), (1, 64, 8), (1, 20, 4))  # B, H, Hkv
 AXIS_OF_HEADS = {"alibi_slopes": 0, "sinks": 0, "attn_bias": 1, "attn_mask": 1}
 ALONE = ", entry 0 alone"
 SHOWS = "whether it is right at the sizes of models"
@@ -69,6 +69,8 @@ def _problems(seed: int) -> Iterator[Graded]:
         yield _problem(rng, (1, 32, 8, 17, 65, 64, 64), "normal", **{name: array}, q_offset=48)
     for name in ("kv_lengths", "attn_bias", "attn_mask"):
         yield _problem(rng, (8, 4, 4, 17, 65, 64, 64), "normal", **{name: by_entries[name]})
+    lengths = np.array([1025, 70, 600])  # of entries that decode together
+    yield _problem(rng, (3, 4, 2, 1, 1025, 64, 64), "normal", kv_lengths=lengths)
     for name in ("all equal", "one hot"):
         yield _problem(rng, (1, 2, 2, 65, 65, 64, 64), name)
 

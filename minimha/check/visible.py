@@ -24,6 +24,7 @@ KINDS = {  # the options that hide keys, by their name in deviations of hiding
     "lengths": ("kv_lengths",),
 }
 ALL = np.ones((1, 1, 1, 1), bool)
+EMPTY_TOO = ", empty ones too"  # parts for which no key is left
 
 
 def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -35,6 +36,7 @@ def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[An
     keys, and the rest. ("every", 2) is each second key, from the first and from the second on.
     """
     kind, n = split
+    kind = kind.removesuffix(EMPTY_TOO)
     if kind == "every":
         return x.j[:n], x.j % n
     if kind == "at most 8":
@@ -56,6 +58,8 @@ def by_positions(x: Prepared, d: Mapping[str, Any]) -> Array:
 def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     is_given = bool(x.given.get("is_causal"))
     if not is_given and "causal_always" not in d:
+        return ALL
+    if "causal_ignored_by_open_window" in d and (x.given.get("window_size") or (0, 0))[1] is None:
         return ALL
     first = offset(x, d, "causal")
     if not is_given and d["causal_always"] == "to the last key":
@@ -116,6 +120,7 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     right = UNBOUNDED if is_ignored.get(d.get("window_right_ignored", "")) else right
     p = rows(x, d, "window") + offset(x, d, "window")
     p_left = p - x.offset + x.offset[:1] if "window_left_of_entry_0" in d else p
+    p_left = p_left - x.offset if "window_left_ignores_offset" in d else p_left
     B_r, B_c = d.get("window_left_in_blocks", (1, 1))
     first = (p_left - left - x.i % B_r) // B_c * B_c
     if "window_starts_from_last_row" in d:
@@ -155,6 +160,10 @@ def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
     ):
         if of in d.get(deviation, ()):
             return np.asarray(first)
+    if of == "alibi" and "alibi_from_first_row" in d:
+        starts = x.arguments.get("cu_seqlens_q", 0)
+        moved = (starts - np.asarray(x.arguments.get("cu_seqlens_k", starts)))[:-1]
+        return np.asarray(x.offset + moved.reshape(-1, 1, 1, 1))
     return np.asarray(x.offset + d.get("offset_moved", 0))
 
 
@@ -164,11 +173,24 @@ def _unless_0(x: Prepared) -> NDArray[Any]:
     return np.full_like(x.offset, x.Lk - x.Lq) if is_0 else x.offset
 
 
+def before_diagonal(x: Prepared, tile: tuple[int, int]) -> Array:
+    """Return which keys are in a block that causality leaves whole for a tile of rows."""
+    if not x.given.get("is_causal"):
+        return np.zeros((1, 1, 1, 1), bool)
+    B_r, B_c = tile
+    last = (x.j // B_c + 1) * B_c - 1  # key of its block
+    return np.asarray((last <= x.i // B_r * B_r + x.offset) & (last < x.Lk))
+
+
 def rows(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
     """Return the index of each query for ``of``, (Lq, 1), or (H, Lq, 1) of confused grouped rows.
 
     ``of`` is "causal", "window" or "alibi".
     """
+    if "last_rows_moved_back" in d:
+        tile = d["last_rows_moved_back"]
+        is_moved = (x.i >= x.Lq - tile) & (x.Lq > tile)
+        return np.asarray(x.i + np.where(is_moved, -x.Lq % tile, 0))
     value, G = d.get("packed_rows_confused", ""), x.H // x.Hkv
     way, places = value if isinstance(value, tuple) else (value, (of,))
     if not way or of not in places:

@@ -146,7 +146,10 @@ class _Deviation(Scores):
             top = np.maximum(top, sinks)
         unseen = None  # the number of parts without keys, each with a log-sum-exp of 0
         if "part_without_keys_counts" in d:
-            unseen = (~self.seen_in_parts(d["part_without_keys_counts"])).sum(-1, keepdims=True)
+            kind, n = split = d["part_without_keys_counts"]
+            seen = self.seen_in_parts(split)
+            parts = n if kind.endswith(visible.EMPTY_TOO) else seen.shape[-1]
+            unseen = parts - seen.sum(-1, keepdims=True)
             top = np.where(unseen > 0, np.maximum(top, 0), top)
         top = self.deviated_maximum(top)
         top = np.where(np.isneginf(top), 0, top)
@@ -357,7 +360,8 @@ class _Deviation(Scores):
         if "lse_of_sink_alone" in d and self.x.problem.sinks is not None:
             L = np.where(self.has_score.any(-1, keepdims=True), L, d["lse_of_sink_alone"])
         if "lse_of_unscaled_maximum" in d:
-            L = logarithm + top / (self.scale_used() or 1)
+            unscaled = np.where(self.visible, self.raw, -np.inf).max(-1, keepdims=True)
+            L = logarithm + (top / self.scale_used() if self.scale_used() else unscaled)
         if "lse_base_2" in d:
             L = L / np.log(2)
         if "lse_of_largest_part" in d:

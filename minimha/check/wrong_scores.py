@@ -114,6 +114,9 @@ class Scores:
         self.by_lengths = visible.by_lengths(self.x, self.d)
         mask = self.x.problem.attn_mask
         self.by_mask = visible.ALL if mask is None else mask
+        if "mask_ignored_before_diagonal" in self.d:
+            whole = visible.before_diagonal(self.x, self.d["mask_ignored_before_diagonal"])
+            self.by_mask = self.by_mask | whole
 
     # Scores.
 

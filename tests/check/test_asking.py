@@ -156,6 +156,24 @@ def test_a_kernel_that_needs_pages_is_asked_in_pages():
     assert report.smallest.problem.arguments["block_table"].size < 10
 
 
+def test_a_kernel_that_reads_masks_of_four_axes_gets_them():
+    def of_four_axes(q, k, v, attn_mask=None, **options):
+        if attn_mask is not None:  # of each entry and head
+            attn_mask = np.broadcast_to(attn_mask[(slice(None),) * 4], attn_mask.shape)
+        return minimha.attention(q, k, v, attn_mask=attn_mask, backend="dense", **options)
+
+    def misreading(q, k, v, attn_mask=None, **options):
+        if attn_mask is not None and attn_mask.ndim == 2:
+            attn_mask = attn_mask[::-1]
+        return minimha.attention(q, k, v, attn_mask=attn_mask, backend="dense", **options)
+
+    for kernel in (of_four_axes, misreading):
+        report = minimha.check(kernel, seed=3)
+        refused = [p["name"] for p in report.problems if p["is_refused"]]
+        assert report.verdict in ("right", "differs"), str(report)
+        assert "mask of two axes" in refused
+
+
 def test_a_kernel_that_is_wrong_at_one_width_is_told_so():
     def at_128(q, k, v, **options):
         return attention(q, k, v * (1.1 if q.shape[-1] == 128 else 1), **options).astype(q.dtype)

@@ -39,7 +39,8 @@ def test_without_deviations_it_is_the_dense_equations(name):
 
 
 def mask_of(name):
-    return PROBLEMS[name]["attn_mask"]
+    mask = PROBLEMS[name]["attn_mask"]
+    return mask[0, 0] if mask.shape[:2] == (1, 1) else mask
 
 
 def bias_of(name):
@@ -97,7 +98,7 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "bias_ignored": ("bias", {"attn_bias": None}),
     "bias_subtracted": ("bias", {"attn_bias": -bias_of("bias")}),
     "bias_before_scale": ("bias", {"attn_bias": bias_of("bias") / 2}),
-    "bias_transposed": ("bias", {"attn_bias": bias_of("bias").T}),
+    "bias_transposed": ("bias", {"attn_bias": bias_of("bias").swapaxes(2, 3)}),
     "bias_head_0_for_all": (
         "bias for each head", {"attn_bias": bias_of("bias for each head")[:, :1]},
     ),
@@ -108,7 +109,7 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
         "bias for each head, grouped heads",
         {"attn_bias": bias_of("bias for each head, grouped heads")[:, [0, 0, 1, 1]]},
     ),
-    "bias_row_0_for_all": ("bias", {"attn_bias": np.tile(bias_of("bias")[:1], (6, 1))}),
+    "bias_row_0_for_all": ("bias", {"attn_bias": np.tile(bias_of("bias")[:, :, :1], (6, 1))}),
     "bias_in_base_2": ("sinks", {"sinks": PROBLEMS["sinks"]["sinks"] * np.log2(np.e)}),
     "added_twice": ("sinks", {"sinks": 2 * PROBLEMS["sinks"]["sinks"]}),
     "alibi_ignored": ("ALiBi", {"alibi_slopes": None}),
