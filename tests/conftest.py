@@ -21,13 +21,10 @@ settings.register_profile("fresh", deadline=None, database=None)
 settings.register_profile("explore", deadline=None, database=None, max_examples=400)
 settings.load_profile("same")
 
-# Tests of a group run in one process, which computes once what right functions, and those with each
-# bug, answer to each problem.
-GROUPS = {
-    "bugs": ("test_verdict.py",),
-    "delta rule": ("check/test_delta_rule.py",),
-    "functions": ("check/test_asking.py", "test_arranged.py", "test_libraries.py", "test_sized.py"),
-}
+# Files whose tests run in one process, which computes once what right functions answer to each
+# problem. The tests of any other file run in one process, too.
+TOGETHER = ("check/test_asking.py", "test_arranged.py", "test_libraries.py", "test_sized.py")
+LONGEST = (*TOGETHER, "test_verdict.py", "check/test_delta_rule.py", "test_fuzz.py")
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 # Programs, and tests for a process of their own: importing them replaces numba's CUDA or torch.
@@ -41,7 +38,7 @@ collect_ignore = [
 def pytest_configure(config):
     """Choose the seed of fresh problems before Hypothesis does, once for all workers.
 
-    Tests of each of ``GROUPS`` run in one worker.
+    The tests of a file run in one worker.
     """
     option = config.option
     if getattr(option, "dist", None) == "load":  # xdist's default
@@ -59,13 +56,13 @@ def pytest_sessionstart(session):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Take the longest tests first: at the end, a worker with one would let the others wait."""
-    for item in items:
-        for group, files in GROUPS.items():
-            if any(name in item.nodeid for name in files):
-                item.add_marker(pytest.mark.xdist_group(group))
-                item.add_marker(pytest.mark.long)
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
+        file = item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group("check" if file.endswith(TOGETHER) else file))
+        if file.endswith(LONGEST):
+            item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -80,8 +80,7 @@ HEADERS = Struct(f"={len(BROUGHT)}q")
 # ``score_mod`` and ``mask_mod`` or 0, the h and j that they get for head 0 and key 0 (as b they get
 # ``ids``), the blocks that are hidden, the keys that queries picked, and the counter FAILED.
 CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
-    "CPUOptions",
-    (*Options._fields, *ROWS, "page_size", *FUNCTIONS, *BLOCKS, *PICKS, "failed"),
+    "CPUOptions", (*Options._fields, *ROWS, "page_size", *FUNCTIONS, *BLOCKS, *PICKS, "failed")
 )
 
 

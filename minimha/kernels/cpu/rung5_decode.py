@@ -249,10 +249,10 @@ def update_rows(
 ):  # fmt: skip
     """Update m, l and O of all queries with n keys from j0 on (FlashAttention-2, lines 8 to 10).
 
-    If ``all_visible``, ``mask_mod`` hides none of these keys. If ``is_narrow``, the thread has the
-    queries in bfloat16. With ``key_indices``, j0 and n count
+    If ``all_visible``, ``mask_mod`` hides none of these keys. With ``key_indices``, j0 and n count
     only the keys that at least one query of the sequence picked. If there are several queries, a
-    key is hidden from those that did not pick it.
+    key is hidden from those that did not pick it. If ``is_narrow``, the thread has the queries in
+    bfloat16, too.
     """
     rows, panel = part.O.shape[0], panel_width(t.S.itemsize)
     S, visible = matrix(t.S, 0, rows, B_c), matrix(t.visible, 0, rows, B_c)
