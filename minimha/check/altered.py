@@ -80,6 +80,7 @@ def heads_by(x: Prepared, way: str) -> Array:
         "h >> log2 G": np.minimum(h >> (G.bit_length() - 1), x.Hkv - 1),
         "h >> ceil log2 G": h >> (G - 1).bit_length(),
         "(h mod G) · Hkv + h // G": h % G * x.Hkv + h // G, "h mod 16": h % 16, "h mod 8": h % 8,
+        "h // G + h mod G": h // G + h % G,
         "block of 4 heads, mod Hkv": (h // G * -(-G // 4) + h % G // 4) % x.Hkv,
         "h // Hkv": np.minimum(h // x.Hkv, x.Hkv - 1), "at most Hkv - 1": np.minimum(h, x.Hkv - 1),
     }  # fmt: skip
@@ -126,9 +127,12 @@ def _in_first_row(x: Prepared, bias: Array, tile: int) -> Array:
     return np.where(np.arange(x.Lq)[:, None] % tile == 0, bias, bias.dtype.type(0))
 
 
-def _in_first_tile(x: Prepared, mask: Array, tile: int) -> Array:
-    """Hide by a mask of one row from the first ``tile`` rows only."""
-    return mask if mask.shape[-2] > 1 else mask | (np.arange(x.Lq)[:, None] >= tile)
+def _in_first_tile(x: Prepared, array: Array, tile: int) -> Array:
+    """Let a mask or bias of one row count for the first ``tile`` rows only."""
+    if array.shape[-2] > 1:
+        return array
+    neutral = array.dtype.type(array.dtype == bool)
+    return np.where(np.arange(x.Lq)[:, None] < tile, array, neutral)
 
 
 def _from_window(x: Prepared, bias: Array, tile: int) -> Array:
@@ -334,7 +338,7 @@ ALTERATIONS: dict[str, Alter] = {
         "attn_mask", lambda x, a, _: _by_stride(x, a, x.Lq, repeats_last=True)
     ),
     "mask_read_at_corners": _option("attn_mask", _at_corners),
-    "mask_row_in_first_only": _option("attn_mask", _in_first_tile),
+    "mask_row_in_first_tile": _option("attn_mask", _in_first_tile),
     "mask_inverted": _option("attn_mask", lambda x, a, _: ~a),
     "alibi_slope_0_for_all": _option("alibi_slopes", lambda x, a, _: a[0 * a.astype(int)]),
     "alibi_by_kv_head": _option("alibi_slopes", lambda x, a, way: a[heads_by(x, way)]),
@@ -343,6 +347,7 @@ ALTERATIONS: dict[str, Alter] = {
     "sink_0_for_all": _option("sinks", lambda x, a, _: np.repeat(a[:1], x.H)),
     "sinks_by_kv_head": _option("sinks", lambda x, a, way: a[heads_by(x, way)]),
     "bias_row_in_first_only": _option("attn_bias", _in_first_row),
+    "bias_row_in_first_tile": _option("attn_bias", _in_first_tile),
     "bias_counts_from_window": _option("attn_bias", _from_window),
     "sinks_by_head_in_group": _option("sinks", lambda x, a, _: a[_in_group(x)]),
     "sinks_of_first_in_group": _option("sinks", _first_in_group),

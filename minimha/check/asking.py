@@ -144,11 +144,14 @@ class Asking:
             self._compare_batches()
 
     def _meet_two_axes(self, graded: Sequence[Graded]) -> None:
-        """Count a mask, or bias, of two axes as refused if only that of four is read rightly."""
+        """Note a mask, or bias, of two axes that is misread, if that of four is read rightly."""
         for p in graded:
-            if p.name in TWO_AXES and self.is_wrong(p) and not self.is_wrong(with_four_axes(p)):
-                reason = "it reads an array (Lq, Lk) otherwise than the same array (1, 1, Lq, Lk)"
-                self.answers[p] = Answer(refusal=reason)
+            if p.name in TWO_AXES and self.is_wrong(p):
+                whole = with_four_axes(p)
+                if not self.is_wrong(whole) and self.is_taken(whole):
+                    answer = self.answers[whole]
+                    faults = (*answer.faults, "two_axes_misread")
+                    self.answers[p] = replace(answer, faults=faults)
 
     def _compare_batches(self) -> None:
         """Note where a batch entry has other bits alone, twice: a compilation may come between."""

@@ -48,7 +48,9 @@ LAST_BLOCKS = tuple((of, n) for of in ("columns", "rows") for n in (64, 128, 32,
 SORTED = ("longest first", "shortest first")  # batch entries
 HEADS = ("kv", "v", "k")  # what is indexed: K and V, or one of them
 SCALED = ("kv", "k", "v")  # what is multiplied by scales: K and V, or one of them
-OTHER_HEADS = ("h // G", "h mod Hkv", "(h mod G) · Hkv + h // G", "h mod 16", "h mod 8")
+OTHER_HEADS = (
+    "h // G", "h mod Hkv", "(h mod G) · Hkv + h // G", "h mod 16", "h mod 8", "h // G + h mod G",
+)  # fmt: skip
 OTHER_ENTRIES = (
     "(b · Hkv + h // G) // H", "(b · H + h) // Hkv", "(b · H + h) mod B", "b mod 4", "b mod 2",
 )  # fmt: skip
@@ -180,6 +182,8 @@ _ALL = [
          "Index attn_bias by query.", BLOCKS[5::-1]),
         ("bias_row_in_first_only", "A bias of one row is added to the first row of each tile.",
          "A bias of one row is for all queries.", (64, 128, 32, 16, 1 << 20)),
+        ("bias_row_in_first_tile", "A bias of one row is added to the first tile of rows only.",
+         "A bias of one row is for all queries.", BLOCKS[:4]),
         ("bias_row_mod_length", "Packed row r reads row r mod Lq of the bias, not r // G.",
          "Index attn_bias by query."),
         ("bias_last_block_moved", "The bias's last block is read from its end backwards.",
@@ -365,7 +369,7 @@ _ALL = [
          "A block that causality leaves whole may have keys that the mask hides.", TILES),
         ("mask_last_block_moved", "The mask's last block is read from its end backwards.",
          "Read it from the block's own first row and key.", LAST_BLOCKS),
-        ("mask_row_in_first_only", "A mask of one row hides keys from the first tile of rows only.",
+        ("mask_row_in_first_tile", "A mask of one row hides keys from the first tile of rows only.",
          "A mask of one row is for all queries.", BLOCKS[:4]),
         ("mask_bits_misread", "The mask's rows are packed bit by bit, but read in whole bytes.",
          "Begin each row of bits with a new byte."),
@@ -761,6 +765,8 @@ _ALL = [
          "Add up in one order, without atomic additions."),
         ("batches_differ_bitwise", "The last bits depend on how many batch entries there are.",
          "Choose blocks and splits by the lengths, not by the number of heads and entries."),
+        ("two_axes_misread", "A mask or bias of two axes is misread.",
+         "Its axes are Lq and Lk: broadcast it to (B, H, Lq, Lk)."),
         ("answer_cached", "It returns its answer to other inputs.",
          "Compute at each call: neither a shape nor an address is a key."),
         ("answer_constant", "All its answers are one number.", "Compute attention."),

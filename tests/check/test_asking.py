@@ -156,22 +156,24 @@ def test_a_kernel_that_needs_pages_is_asked_in_pages():
     assert report.smallest.problem.arguments["block_table"].size < 10
 
 
-def test_a_kernel_that_reads_masks_of_four_axes_gets_them():
-    def of_four_axes(q, k, v, attn_mask=None, **options):
-        if attn_mask is not None:  # of each entry and head
-            attn_mask = np.broadcast_to(attn_mask[(slice(None),) * 4], attn_mask.shape)
-        return minimha.attention(q, k, v, attn_mask=attn_mask, backend="dense", **options)
+def test_masks_and_biases_of_two_axes_are_refused_or_misread():
+    def dense(q, k, v, **options):
+        return minimha.attention(q, k, v, backend="dense", **options)
 
-    def misreading(q, k, v, attn_mask=None, **options):
-        if attn_mask is not None and attn_mask.ndim == 2:
-            attn_mask = attn_mask[::-1]
-        return minimha.attention(q, k, v, attn_mask=attn_mask, backend="dense", **options)
+    def of_four_axes(q, k, v, attn_mask=None, attn_bias=None, **options):
+        for array in (attn_mask, attn_bias):
+            if array is not None and array.ndim < 4:
+                raise ValueError("expected four axes")
+        return dense(q, k, v, attn_mask=attn_mask, attn_bias=attn_bias, **options)
 
-    for kernel in (of_four_axes, misreading):
-        report = minimha.check(kernel, seed=3)
-        refused = [p["name"] for p in report.problems if p["is_refused"]]
-        assert report.verdict in ("right", "differs"), str(report)
-        assert "mask of two axes" in refused
+    def of_rows(q, k, v, attn_bias=None, **options):
+        if attn_bias is not None and attn_bias.ndim == 2:
+            attn_bias = attn_bias[:, None, None, :][: len(q)]
+        return dense(q, k, v, attn_bias=attn_bias, **options)
+
+    assert minimha.check(of_four_axes, seed=3).verdict == "right"
+    report = minimha.check(of_rows, seed=3)
+    assert (report.verdict, report.deviations) == ("differs", ("two_axes_misread",))
 
 
 def test_a_kernel_that_is_wrong_at_one_width_is_told_so():
