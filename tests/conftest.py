@@ -21,10 +21,6 @@ settings.register_profile("fresh", deadline=None, database=None)
 settings.register_profile("explore", deadline=None, database=None, max_examples=400)
 settings.load_profile("same")
 
-# Files whose tests run in one process, which computes once what right functions answer to each
-# problem. The tests of any other file run in one process, too.
-TOGETHER = ("check/test_asking.py", "test_arranged.py", "test_libraries.py", "test_sized.py")
-LONGEST = (*TOGETHER, "test_verdict.py", "check/test_delta_rule.py", "test_fuzz.py")
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 # Programs, and tests for a process of their own: importing them replaces numba's CUDA or torch.
@@ -36,13 +32,8 @@ collect_ignore = [
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Choose the seed of fresh problems before Hypothesis does, once for all workers.
-
-    The tests of a file run in one worker.
-    """
+    """Choose the seed of fresh problems before Hypothesis does, once for all workers."""
     option = config.option
-    if getattr(option, "dist", None) == "load":  # xdist's default
-        option.dist = "loadgroup"
     if option.hypothesis_profile in ("fresh", "explore"):
         option.hypothesis_seed = option.hypothesis_seed or str(secrets.randbelow(2**32))
         option.timeout = option.timeout or 1800
@@ -55,14 +46,8 @@ def pytest_sessionstart(session):
         session.config.get_terminal_writer().line(f"--hypothesis-seed={seed}")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     """Take the longest tests first: at the end, a worker with one would let the others wait."""
-    for item in items if config.pluginmanager.hasplugin("xdist") else ():
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("check" if file.endswith(TOGETHER) else file))
-        if file.endswith(LONGEST):
-            item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -219,12 +219,6 @@ _small = lru_cache(maxsize=2048)(Known)
 _sized = lru_cache(maxsize=320)(Known)  # more than one function gets; their answers are large
 
 
-def forget() -> None:
-    """Delete all that ``known`` caches."""
-    for kept in (_small, _sized, _prepared):
-        kept.cache_clear()
-
-
 def deviated(prepared: AnyPrepared, deviations: Mapping[str, Any]) -> Deviated:
     """Return the answer to a problem of any kind with ``deviations``, as ``deviate`` does."""
     return DEVIATED[type(prepared)](prepared, deviations)

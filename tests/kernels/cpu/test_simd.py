@@ -24,6 +24,11 @@ DTYPES = [np.float32, np.float64]
 RNG = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order(monkeypatch):
+    monkeypatch.setitem(globals(), "RNG", np.random.default_rng(0))
+
+
 def numbers(*shape, dtype=np.float32):
     return RNG.normal(size=shape).astype(dtype).ravel()
 
