@@ -55,7 +55,8 @@ def test_tile_products(rows, depth, vectors, adds, dtype):
     product(adds, *at, C, 3, c_row, factor, rows, vectors, depth)
     plain_simd.tile_product(*at, expected, 3, c_row, factor, rows, lanes, depth, adds)
     end = 3 + rows * c_row  # whole register tiles are written, and what follows is not compared
-    np.testing.assert_allclose(C[:end], expected[:end], atol=50 * np.finfo(dtype).eps)
+    atol = max(50, 2 * depth) * np.finfo(dtype).eps  # sums in another order
+    np.testing.assert_allclose(C[:end], expected[:end], atol=atol)
 
 
 def test_a_tile_product_may_run_down_the_columns_of_A():
