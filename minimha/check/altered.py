@@ -474,7 +474,7 @@ def _by_place(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any
     """Hide the indices whose place is after their query's, as causality hides keys."""
     if given.get(INDICES) is None or not given.get("is_causal"):
         return {}
-    picks = np.broadcast_to(given[INDICES], (x.B, x.Hkv, x.Lq, np.shape(given[INDICES])[-1]))
+    picks = np.asarray(given[INDICES])
     seen = np.arange(picks.shape[-1]) <= x.i + x.offset
     return {INDICES: np.where(seen, picks, -1), "is_causal": False}
 

@@ -57,8 +57,8 @@ def rearranged(problem: Graded, kind: str, seed: int) -> Graded | None:
     """Return a problem of ``crossed`` with an option of ``KINDS``, or None if they exclude it.
 
     The numbers stay as they are: keys move into pages, and batch entries become packed sequences,
-    with a sequence without queries between them. Functions, indices of keys
-    and 8-bit numbers are added.
+    with a sequence without queries between them. Functions, indices of keys and 8-bit numbers are
+    added.
     """
     given, draw = dict(problem.arguments), Draw(f"{problem.name} {kind} {seed}")
     (B, _, Lq, _), (_, Hkv, Lk, _) = given["q"].shape, given["k"].shape

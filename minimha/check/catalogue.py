@@ -34,6 +34,7 @@ SPLITS = (
     *(("at most 8", n) for n in (*BLOCKS[:2], 128, 256)), *(("keys", n) for n in MANY),
     *(("first", n) for n in (128, 64, 256)),
 )  # fmt: skip
+EMPTY_TOO = ", empty ones too"  # parts for which no key is left
 MISREAD = (
     "h // Hkv", "at most Hkv - 1", "reversed", "h >> log2 G", "h >> ceil log2 G",
     "block of 4 heads, mod Hkv",
@@ -673,7 +674,7 @@ _ALL = [
     *stage("parts that see nothing", ALWAYS,
         ("part_without_keys_counts", "A part that holds no visible key counts in the sum.",
          "Give such a part a log-sum-exp of -inf, not 0.",
-         (*SPLITS, *(("parts, empty ones too", n) for n in (2, 4, 8)))),
+         (*SPLITS, *((f"parts{EMPTY_TOO}", n) for n in (2, 4, 8)))),
     ),
     *stage("leaks", HIDING,
         ("nan_leaks", "A NaN in a hidden key or value reaches the output.",

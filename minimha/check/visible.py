@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.catalogue import BLOCKS, EQUAL_SPLITS, HALVES
+from minimha.check.catalogue import BLOCKS, EMPTY_TOO, EQUAL_SPLITS, HALVES
 from minimha.check.prepared import Prepared
 from minimha.equations.visibility import UNBOUNDED
 
@@ -24,7 +24,6 @@ KINDS = {  # the options that hide keys, by their name in deviations of hiding
     "lengths": ("kv_lengths",),
 }
 ALL = np.ones((1, 1, 1, 1), bool)
-EMPTY_TOO = ", empty ones too"  # parts for which no key is left
 
 
 def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -33,7 +32,8 @@ def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[An
     ``split`` is ("parts", 4) for 4 parts, of which the last may be shorter, ("floors", 4) for 4
     parts, of which the last may be longer, or ("keys", 64) for parts of 64 keys. ("at most 8", 64)
     is as many equal parts as there are blocks of 64 keys, up to 8. ("first", 64) is the first 64
-    keys, and the rest. ("every", 2) is each second key, from the first and from the second on.
+    keys, and the rest. ("every", 2) is each second key, from the first and from the second on. A
+    kind that ends with ``EMPTY_TOO`` has the same parts.
     """
     kind, n = split
     kind = kind.removesuffix(EMPTY_TOO)

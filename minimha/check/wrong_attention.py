@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from minimha.check import visible
 from minimha.check.altered import confused, order_by_lengths
-from minimha.check.catalogue import AXES, DEVIATIONS, GROUPS
+from minimha.check.catalogue import AXES, DEVIATIONS, EMPTY_TOO, GROUPS
 from minimha.check.expanded import Place
 from minimha.check.prepared import FLOAT32, SMALLEST, Impossible, Prepared
 from minimha.check.rounding import accumulated, rounded
@@ -148,7 +148,7 @@ class _Deviation(Scores):
         if "part_without_keys_counts" in d:
             kind, n = split = d["part_without_keys_counts"]
             seen = self.seen_in_parts(split)
-            parts = n if kind.endswith(visible.EMPTY_TOO) else seen.shape[-1]
+            parts = n if kind.endswith(EMPTY_TOO) else seen.shape[-1]
             unseen = parts - seen.sum(-1, keepdims=True)
             top = np.where(unseen > 0, np.maximum(top, 0), top)
         top = self.deviated_maximum(top)
@@ -360,8 +360,11 @@ class _Deviation(Scores):
         if "lse_of_sink_alone" in d and self.x.problem.sinks is not None:
             L = np.where(self.has_score.any(-1, keepdims=True), L, d["lse_of_sink_alone"])
         if "lse_of_unscaled_maximum" in d:
-            unscaled = np.where(self.visible, self.raw, -np.inf).max(-1, keepdims=True)
-            L = logarithm + (top / self.scale_used() if self.scale_used() else unscaled)
+            if scale := self.scale_used():
+                unscaled = top / scale
+            else:
+                unscaled = np.where(self.visible, self.raw, -np.inf).max(-1, keepdims=True)
+            L = logarithm + unscaled
         if "lse_base_2" in d:
             L = L / np.log(2)
         if "lse_of_largest_part" in d:

@@ -274,8 +274,8 @@ class Plan:
         problem = self._of_kernel(problem)
         given = {"q": problem.q, "k": problem.k, "v": problem.v}
         q, k, v = (x if self._is_readable(n, x) else self._copy(n, x) for n, x in given.items())
-        scales = [getattr(problem, name) for name in SCALES.values()]
-        return self.run(q, k, v, problem.taken, scales if self._brings_scales else ())
+        scales = [x for x in (problem.k_scale, problem.v_scale) if x is not None]
+        return self.run(q, k, v, problem.taken, scales)
 
     def run(
         self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], called: dict[str, Placed],

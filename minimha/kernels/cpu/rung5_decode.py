@@ -258,21 +258,19 @@ def update_rows(
     S, visible = matrix(t.S, 0, rows, B_c), matrix(t.visible, 0, rows, B_c)
     lowest = S.dtype.type(-math.inf)
     is_direct, starts = is_read_in_place(k, o), t.starts
-    size = piece_size(is_direct, rows)
+    size, Q = piece_size(is_direct, rows), flat(halves_of(t.narrow), rows * SUMMED)
     for near in range(0, n, size):  # line 8
         depth, far = min(size, n - near), is_far(k)
         if is_direct and is_regular(o):
             keys = keys_from(k, o, b, kv, j0 + near)
             if is_narrow:
-                line, Q = flat(k, 0), flat(halves_of(t.narrow), rows * SUMMED)
-                byte_products(line, keys, 0, Q, t.S, near, B_c, depth, rows, D, far)
+                byte_products(flat(k, 0), keys, 0, Q, t.S, near, B_c, depth, rows, D, far)
             else:
                 dot_products(flat(k, 0), keys, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, far)
             continue
         find_rows(k, o, b, kv, j0 + near, depth, starts)
         if is_narrow:
-            line, Q = flat(k, 0), flat(halves_of(t.narrow), rows * SUMMED)
-            byte_products(line, starts, 0, Q, t.S, near, B_c, depth, rows, D, far)
+            byte_products(flat(k, 0), starts, 0, Q, t.S, near, B_c, depth, rows, D, far)
         elif is_direct:
             dot_products(flat(k, 0), starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, far)
         else:

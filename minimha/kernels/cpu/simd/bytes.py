@@ -5,7 +5,7 @@ Here they become bfloat16, which is exact, and an instruction adds two products 
 sum in float32. Weights are rounded to bfloat16, once. A table has the bits of each magnitude:
 
 float8_e4m3fn   all but the sign; the numbers are over ``UNIT_OF_FLOAT8``, as elsewhere
-int8            the magnitudes up to 127, over 64, and so -128 is -2, which is added to the bits
+int8            the magnitudes up to 127, over 64; the bits of -128, which is then -2, are added
 
 Arrays are those of ``simd.dot``; bfloat16 numbers are uint16, their bits.
 """
@@ -132,6 +132,12 @@ def _is_taken(kind):
     return IS_FAST and kind.dtype in (types.int8, types.uint8)
 
 
+def _next(builder, row, number, last):
+    """Generate the index of the ``number``-th row after ``row``, or of the ``last`` row."""
+    later = builder.add(row, INT(number))
+    return builder.select(builder.icmp_signed("<", later, last), later, last)
+
+
 def _in_units(builder, kind, sums):
     """Generate sums of products with the numbers, or float8 numbers over ``UNIT_OF_FLOAT8``."""
     return builder.fmul(sums, V.constant(OF_INT8)) if kind.dtype == types.int8 else sums
@@ -162,11 +168,8 @@ def _scores(queries):
             def some_rows(first, _, is_far):
                 if is_far:
                     prefetch_rows_to_L2(builder, K, kinds[0], starts, first, together, depth)
-                rows = []
-                for x in range(together):  # beyond the last row, that one again
-                    row = builder.add(first, INT(x))
-                    row = builder.select(builder.icmp_signed("<", row, last), row, last)
-                    rows.append(builder.gep(K, [starts(row)]))
+                places = [_next(builder, first, x, last) for x in range(together)]
+                rows = [builder.gep(K, [starts(place)]) for place in places]
 
                 def some_columns(d, sums):
                     own = []
@@ -249,10 +252,8 @@ def _weigh(queries):
                 def two_keys(j, sums, is_far):
                     if is_far:
                         prefetch_rows_to_L2(builder, values, kinds[1], starts, j, 2, columns)
-                    second = builder.add(j, INT(1))  # beyond the last key, that one again
-                    second = builder.select(builder.icmp_signed("<", j, last), second, last)
                     words = []
-                    for key in (j, second):
+                    for key in (j, _next(builder, j, 1, last)):
                         row = builder.gep(values, [builder.add(starts(key), d)])
                         own = _words(builder, kinds[1], row)
                         words.append([builder.bitcast(x, WORDS) for x in own])

@@ -11,6 +11,8 @@ cache lines can be in flight.
 
 from __future__ import annotations
 
+from functools import partial
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -99,9 +101,7 @@ def loop_far_or_near(builder, far, stop, step, body, initial=()):
     with builder.if_else(far) as branches:
         for is_far, branch in zip((True, False), branches, strict=True):
             with branch:
-                own = loop(
-                    builder, stop, step, initial, lambda n, x, is_far=is_far: body(n, x, is_far)
-                )
+                own = loop(builder, stop, step, initial, partial(body, is_far=is_far))
                 results.append((own, builder.block))
     values = [builder.phi(value.type) for value in initial]
     for own, block in results:
