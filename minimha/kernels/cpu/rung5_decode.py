@@ -12,7 +12,7 @@ m_s, l_s and O_s, which are merged by log-sum-exp:
 8-bit keys and values are widened in registers. Their scales multiply scores (after line 8) and
 weights (before line 10), which are fewer numbers than K and V. If the queries are bfloat16 and the
 CPU multiplies pairs of bfloat16 numbers, they become bfloat16 instead, and so do the weights
-(``simd.bytes``). int8 then takes 0.77 times as long as bfloat16, float8_e4m3fn 0.71 times, where
+(``simd.bytes``). int8 then takes 0.80 times as long as bfloat16, float8_e4m3fn 0.73 times, where
 widening to float32 took 1.0 and 1.3 times (32 heads over 8, 65536 keys of width 128; two cores of
 an AMD EPYC, 2026-11-28).
 
