@@ -12,9 +12,9 @@ m_s, l_s and O_s, which are merged by log-sum-exp:
 8-bit keys and values are widened in registers. Their scales multiply scores (after line 8) and
 weights (before line 10), which are fewer numbers than K and V. If the queries are bfloat16 and the
 CPU multiplies pairs of bfloat16 numbers, they become bfloat16 instead, and so do the weights
-(``simd.bytes``). int8 then takes 0.80 times as long as bfloat16, float8_e4m3fn 0.73 times, where
-widening to float32 took 1.0 and 1.3 times (32 heads over 8, 65536 keys of width 128; two cores of
-an AMD EPYC, 2026-11-28).
+(``simd.bytes``). int8 then takes 0.75 times as long as bfloat16 (0.68 to 0.86 in ten runs) and
+float8_e4m3fn 0.62 times (0.60 to 0.74), where widening to float32 took 1.0 and 1.3 times (32 heads
+over 8, 65536 keys of width 128; two cores of an AMD EPYC, 2026-11-28).
 
 Pages in random order take longer than keys in one piece: 1.3 × for pages of 16 keys, 1.15 × for
 pages of 64 (16384 keys of width 128, float32; one core of an AMD EPYC, 2026-11-23).
@@ -45,6 +45,7 @@ from minimha.kernels.cpu.mask import (
 from minimha.kernels.cpu.nonfinite import add_visible_values, has_nonfinite, note_nonfinite
 from minimha.kernels.cpu.selection import is_picked, place_in
 from minimha.kernels.cpu.simd.bytes import (
+    COPIES,
     MOST_KEYS,
     are_multiplied,
     byte_products,
@@ -121,7 +122,7 @@ def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None
     lengths |= dict.fromkeys(("top", "shift", "total"), widest)
     is_copied = problem.dtype.itemsize < itemsize or problem.key_indices is not None
     is_copied = is_copied or problem.k_scale is not None
-    lengths |= {"narrow": 0 if problem.k_scale is None else rows * (D + SUMMED) // 2}
+    lengths |= {"narrow": 0 if problem.k_scale is None else rows * (D * COPIES + SUMMED) // 2}
     lengths |= {"wide": NEAR * max(D, Dv) if is_copied else 0}
     lengths |= {"parts_O": B * Hkv * splits * rows * Dv, "parts_ml": B * Hkv * splits * 2 * rows}
     lengths |= {"counters": FINISHED + B * Hkv, "starts": SUMMED + ROWS_AHEAD}

@@ -205,7 +205,8 @@ def test_products_of_bytes_and_bfloat16(stored, rows, depth, queries):
         K[::7], floats[::7] = -128, -128
     Q, P = (numbers(queries, n).astype(ml_dtypes.bfloat16) for n in (depth, rows))
     Q, P = Q.astype(np.float32), P.astype(np.float32)
-    starts, halves_ = scattered(rows, depth + 2), np.zeros(queries * 256, np.uint16)
+    starts = np.append(scattered(rows, depth + 2), np.zeros(15, np.int64))  # read by prefetches
+    halves_ = np.zeros(queries * max(depth * bytes_.COPIES, bytes_.MOST_KEYS), np.uint16)
     S, expected = np.zeros((2, queries, rows + 15), np.float32)
     to = (0, rows + 15, rows, queries, depth, True)
     bytes_.round_queries(Q, queries, depth, halves_)

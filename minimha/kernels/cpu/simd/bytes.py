@@ -20,14 +20,15 @@ from numba.extending import intrinsic, overload
 
 from minimha.kernels.cpu.jit import OPTIONS, jit
 from minimha.kernels.cpu.simd.dot import (
-    horizontal_sums,
+    PIECE,
+    ROWS_AHEAD,
     loop_far_or_near,
     offsets_of,
-    prefetch_rows_to_L2,
     start_at,
+    sums_of_pieces,
 )
 from minimha.kernels.cpu.simd.halves import to_bfloat16
-from minimha.kernels.cpu.simd.memory import bits_of, flat
+from minimha.kernels.cpu.simd.memory import bits_of, flat, prefetch
 from minimha.kernels.cpu.simd.vector import (
     FEATURES,
     INT,
@@ -39,10 +40,13 @@ from minimha.kernels.cpu.simd.vector import (
 
 UNIT = 64  # columns are multiples of it
 MOST_KEYS = 256  # of which the weights are in bfloat16 at once
-TILE = 16  # products per register tile, one per lane
+COLUMNS = PIECE // 8  # of each of four keys in a vector of bytes
+COPIES = UNIT // COLUMNS  # of each part of a query, beside each other
+TILE = 16  # keys of a register tile
+FAR_AHEAD = 4 * ROWS_AHEAD
 V = Vector(types.float32)
-BYTE, WORD = ir.IntType(8), ir.IntType(16)
-BYTES, WORDS = ir.VectorType(BYTE, UNIT), ir.VectorType(WORD, UNIT // 2)
+BYTE = ir.IntType(8)
+BYTES = ir.VectorType(BYTE, UNIT)
 IS_FAST = MULTIPLIES_PAIRS and "avx512vbmi" in FEATURES
 OF_INT8 = 64  # int8 numbers are looked up over this
 
@@ -80,17 +84,15 @@ def _mixed_order(lanes):
     return [[lane for piece in pieces[first::2] for lane in piece] for first in (0, 1)]
 
 
-ORDER = np.array(_mixed_order(list(range(UNIT))))  # of the columns in both vectors of ``_words``
-
-
 def _in_order(builder, vectors):
     """Generate the vectors of a sum with their lanes in the order of the columns."""
-    columns = [x for words in ORDER.tolist() for some in _mixed_order(words) for x in some]
+    halves = _mixed_order(list(range(UNIT)))
+    columns = [x for half in halves for some in _mixed_order(half) for x in some]
     lane = ir.VectorType(ir.IntType(32), 2 * V.width)
     both = ir.Constant(lane, list(range(2 * V.width)))
-    halves = [builder.shuffle_vector(*vectors[x : x + 2], both) for x in (0, 2)]
+    lines = [builder.shuffle_vector(*vectors[x : x + 2], both) for x in (0, 2)]
     every = ir.Constant(ir.VectorType(ir.IntType(32), UNIT), list(range(UNIT)))
-    line = builder.shuffle_vector(*halves, every)
+    line = builder.shuffle_vector(*lines, every)
     found = []
     for first in range(0, UNIT, V.width):
         picks = [columns.index(x) for x in range(first, first + V.width)]
@@ -99,14 +101,32 @@ def _in_order(builder, vectors):
     return found
 
 
-def _words(builder, kind, pointer):
-    """Generate ``UNIT`` numbers from ``pointer`` on as two vectors, in each lane two bfloat16."""
-    stored = builder.load(builder.bitcast(pointer, BYTES.as_pointer()), align=1)
+def _load(builder, pointer):
+    return builder.load(builder.bitcast(pointer, BYTES.as_pointer()), align=1)
+
+
+def _load_pieces(builder, pointers):
+    """Generate one vector of the ``COLUMNS`` bytes at each of four ``pointers``."""
+    kind = ir.VectorType(BYTE, COLUMNS)
+    parts = [builder.load(builder.bitcast(x, kind.as_pointer()), align=1) for x in pointers]
+    while len(parts) > 1:
+        lanes = list(range(2 * parts[0].type.count))
+        both = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
+        parts = [
+            builder.shuffle_vector(*pair, both)
+            for pair in zip(parts[::2], parts[1::2], strict=True)
+        ]
+    return parts[0]
+
+
+def _words(builder, kind, stored):
+    """Generate the numbers of a vector of bytes as two vectors, in each lane two bfloat16."""
     sign, size = builder.and_(stored, _every(0x80)), stored
     is_integer = kind.dtype == types.int8
     if is_integer:
-        absolute = _function(builder, "llvm.abs.v64i8", BYTES, ir.IntType(1))
-        size = builder.call(absolute, [stored, ir.IntType(1)(0)])
+        two = ir.FunctionType(BYTES, [BYTES] * 2)  # not LLVM's abs, for which Zen 4 has fewer units
+        negative = builder.sub(_every(0), stored)
+        size = builder.asm(two, "vpminub $2, $1, $0", "=v,v,v", (stored, negative), False)
     look_up = _function(builder, "llvm.x86.avx512.vpermi2var.qi.512", BYTES, BYTES, BYTES)
     upper, lower = (
         builder.call(look_up, [ir.Constant(BYTES, part[:64]), size, ir.Constant(BYTES, part[64:])])
@@ -138,14 +158,28 @@ def _next(builder, row, number, last):
     return builder.select(builder.icmp_signed("<", later, last), later, last)
 
 
+def _prefetch_line(builder, X, kind, starts, row, number, column):
+    """Generate prefetches of a line from ``column`` on, of ``number`` rows ahead of ``row``.
+
+    ``kind`` is the type of ``starts``. Rows at a constant stride are prefetched earlier.
+    """
+    ahead = FAR_AHEAD if isinstance(kind, types.BaseTuple) else ROWS_AHEAD
+    for x in range(number):
+        start = starts(builder.add(row, INT(ahead + x)))
+        prefetch(builder, builder.gep(X, [builder.add(start, column)]), 2)
+
+
 def _in_units(builder, kind, sums):
     """Generate sums of products with the numbers, or float8 numbers over ``UNIT_OF_FLOAT8``."""
     return builder.fmul(sums, V.constant(OF_INT8)) if kind.dtype == types.int8 else sums
 
 
 def _scores(queries):
-    """Return a primitive for S = Q Kᵀ of ``queries`` rows of Q and n rows of K."""
-    together = TILE // queries
+    """Return a primitive for S = Q Kᵀ of ``queries`` rows of Q and n rows of K.
+
+    A vector has 16 columns of four keys, whose sums then take four lanes each: adding up the lanes
+    of a vector per key would take half as long as multiplying.
+    """
 
     @intrinsic
     def scores(typing, K, starts, k, Q, q_row, S, s_row, n, depth, far):
@@ -166,21 +200,25 @@ def _scores(queries):
             last = builder.sub(n, INT(1))
 
             def some_rows(first, _, is_far):
-                if is_far:
-                    prefetch_rows_to_L2(builder, K, kinds[0], starts, first, together, depth)
-                places = [_next(builder, first, x, last) for x in range(together)]
+                places = [_next(builder, first, x, last) for x in range(TILE)]
                 rows = [builder.gep(K, [starts(place)]) for place in places]
 
                 def some_columns(d, sums):
+                    if is_far:  # one of the lines that start here, of a quarter of the rows
+                        quarter = builder.and_(d, INT(UNIT - COLUMNS))
+                        row = builder.add(first, builder.udiv(quarter, INT(COLUMNS // COPIES)))
+                        line = builder.and_(d, INT(-UNIT))
+                        _prefetch_line(builder, K, kinds[1], starts, row, COPIES, line)
                     own = []
                     for row in rows_of_Q:
-                        at = builder.gep(row, [d])
+                        at = builder.gep(row, [builder.mul(d, INT(COPIES))])
                         at = builder.bitcast(at, V.type.as_pointer())
                         parts = [builder.gep(at, [INT(x)]) for x in (0, 1)]
                         own.append([builder.load(x, align=2) for x in parts])
                     found = []
-                    for row in rows:
-                        keys = _words(builder, kinds[0], builder.gep(row, [d]))
+                    for x in range(COPIES):  # lane 4 y + x of ``products`` is row 4 y + x
+                        places = [builder.gep(row, [d]) for row in rows[x::COPIES]]
+                        keys = _words(builder, kinds[0], _load_pieces(builder, places))
                         for words in own:
                             total = sums[len(found)]
                             for pair in zip(keys, words, strict=True):
@@ -188,15 +226,16 @@ def _scores(queries):
                             found.append(total)
                     return found
 
-                sums = loop(builder, depth, UNIT, [V.constant(0.0)] * TILE, some_columns)
-                sums = [sums[r * queries + g] for g in range(queries) for r in range(together)]
-                products = _in_units(builder, kinds[0], horizontal_sums(builder, V, sums))
+                none = [V.constant(0.0)] * (COPIES * queries)
+                sums = loop(builder, depth, COLUMNS, none, some_columns)
                 for g in range(queries):
-                    to = builder.gep(S, [builder.add(builder.mul(INT(g), s_row), first)])
-                    V.store_lanes(builder, products, g * together, together, to)
+                    products = sums_of_pieces(builder, V, sums[g::queries])
+                    products = _in_units(builder, kinds[0], products)
+                    to = builder.add(builder.mul(INT(g), s_row), first)
+                    V.store(builder, products, builder.gep(S, [to]))
                 return []
 
-            loop_far_or_near(builder, far, n, together, some_rows)
+            loop_far_or_near(builder, far, n, TILE, some_rows)
             return context.get_dummy_value()
 
         return signature, generate
@@ -212,19 +251,20 @@ def byte_products(K, starts, k, Q, S, s, s_row, n, queries, depth, far):
     """Set S[s + g · s_row + j] = Σ_d K[starts[k + j] + d] · q_g[d], reading K once.
 
     Here j < ``n``, g < ``queries`` and d < ``depth``, a multiple of ``UNIT``. Q is that of
-    ``round_queries``. Up to 15 numbers after the n of each row are overwritten.
+    ``round_queries``. Up to 15 numbers after the n of each row are overwritten. An array of starts
+    has up to 15 more offsets than for ``simd.dot``, which only prefetches use.
     """
     g = 0
     while g < queries:
-        from_Q, to = flat(Q, g * depth), flat(S, s + g * s_row)
+        from_Q, to = flat(Q, g * depth * COPIES), flat(S, s + g * s_row)
         if g + 4 <= queries:
-            _scores_of_4(K, starts, k, from_Q, depth, to, s_row, n, depth, far)
+            _scores_of_4(K, starts, k, from_Q, depth * COPIES, to, s_row, n, depth, far)
             g += 4
         elif g + 2 <= queries:
-            _scores_of_2(K, starts, k, from_Q, depth, to, s_row, n, depth, far)
+            _scores_of_2(K, starts, k, from_Q, depth * COPIES, to, s_row, n, depth, far)
             g += 2
         else:
-            _scores_of_1(K, starts, k, from_Q, depth, to, s_row, n, depth, far)
+            _scores_of_1(K, starts, k, from_Q, depth * COPIES, to, s_row, n, depth, far)
             g += 1
 
 
@@ -251,27 +291,27 @@ def _weigh(queries):
             def some_columns(d, _):
                 def two_keys(j, sums, is_far):
                     if is_far:
-                        prefetch_rows_to_L2(builder, values, kinds[1], starts, j, 2, columns)
-                    words = []
-                    for key in (j, _next(builder, j, 1, last)):
-                        row = builder.gep(values, [builder.add(starts(key), d)])
-                        own = _words(builder, kinds[1], row)
-                        words.append([builder.bitcast(x, WORDS) for x in own])
-                    both = [x for pair in zip(*words, strict=True) for x in _mixed(builder, *pair)]
-                    both = [builder.bitcast(x, V.type) for x in both]
+                        _prefetch_line(builder, values, kinds[2], starts, j, 2, d)
+                    rows = [
+                        _load(builder, builder.gep(values, [builder.add(starts(key), d)]))
+                        for key in (j, _next(builder, j, 1, last))
+                    ]
+                    both = [
+                        words
+                        for stored in _mixed(builder, *rows)
+                        for words in _words(builder, kinds[1], stored)
+                    ]
                     found = []
                     for g in range(queries):
                         at = builder.gep(P, [builder.add(INT(g * MOST_KEYS), j)])
-                        at = builder.bitcast(at, V.item.as_pointer())
-                        weights = V.splat(builder, builder.load(at, align=2))
+                        weights = V.splat_pair(builder, at)
                         for x, value in enumerate(both):
                             total = sums[g * vectors + x]
                             found.append(V.add_pairs(builder, weights, value, total))
                     return found
 
                 none = [V.constant(0.0)] * (queries * vectors)
-                is_first = builder.icmp_signed("==", d, INT(0))  # then whole rows are prefetched
-                sums = loop_far_or_near(builder, builder.and_(far, is_first), n, 2, two_keys, none)
+                sums = loop_far_or_near(builder, far, n, 2, two_keys, none)
                 for g in range(queries):
                     to = builder.gep(O, [builder.add(builder.mul(INT(g), o_row), d)])
                     own = _in_order(builder, sums[g * vectors : (g + 1) * vectors])
@@ -346,13 +386,15 @@ def _has_nan(V_, starts, n, columns):
 
 @jit
 def round_queries(Q, rows, depth, to):
-    """Write ``rows`` rows of Q, of ``depth`` bfloat16 numbers each, for ``byte_products``."""
+    """Write ``rows`` rows of Q, of ``depth`` bfloat16 numbers each, for ``byte_products``.
+
+    Eight numbers, 128 bits, are repeated ``COPIES`` times before the next.
+    """
     bits = bits_of(Q)
-    for first in range(0, rows * depth, UNIT):
-        for half in range(2):
-            for x in range(UNIT // 2):
-                at = first + half * (UNIT // 2) + x
-                to[at] = to_bfloat16(bits[first + ORDER[half, x]])
+    for first in range(0, rows * depth, 8):
+        for copy in range(COPIES):
+            for x in range(8):
+                to[first * COPIES + copy * 8 + x] = to_bfloat16(bits[first + x])
 
 
 @jit

@@ -32,6 +32,7 @@ from minimha.kernels.cpu.simd.vector import (
 )
 
 ROWS_AHEAD, ROWS_AHEAD_OF_L1 = 64, 16  # distances in rows at which they are prefetched
+PIECE = 128  # bits within which shuffles are fast
 LINE = 64  # bytes of most CPUs' cache lines
 TOGETHER = REGISTERS // 8  # rows of K that meet four queries in registers
 
@@ -140,48 +141,56 @@ def _number_at(X, x):
 
 
 def horizontal_sums(builder, vector, values):
-    """Generate one vector whose lane x is the sum of all lanes of ``values[x]``.
-
-    Each step turns two vectors into one: it adds one half of each vector's lanes to the other half.
-    The first steps stay within pieces of 128 bits, where shuffles are fast; the last cross them.
-    """
-    width, piece = vector.width, min(vector.width, 128 // vector.bits)
-    steps, m = [], 1
-    while m < piece:  # a piece has partial sums of m values
-        steps.append(
-            [
-                [
-                    source + start + half + x + y
-                    for start in range(0, width, piece)
-                    for x in range(0, piece // 2, m)
-                    for source in (0, width)
-                    for y in range(m)
-                ]
-                for half in (0, piece // 2)
-            ]
-        )
-        m *= 2
-    span = width
+    """Generate one vector whose lane x is the sum of all lanes of ``values[x]``."""
+    width, span = vector.width, vector.width
+    piece = min(width, PIECE // vector.bits)
+    values = [
+        sums_of_pieces(builder, vector, values[x : x + piece]) for x in range(0, width, piece)
+    ]
     while span > piece:  # the partial sums of a value are spread over ``span`` lanes
-        steps.append(
+        halves = [
             [
-                [
-                    source + start + half + x
-                    for source in (0, width)
-                    for start in range(0, width, span)
-                    for x in range(span // 2)
-                ]
-                for half in (0, span // 2)
+                source + start + half + x
+                for source in (0, width)
+                for start in range(0, width, span)
+                for x in range(span // 2)
             ]
-        )
-        span //= 2
-    for halves in steps:
-        picks = [ir.Constant(ir.VectorType(ir.IntType(32), width), half) for half in halves]
-        values = [
-            builder.fadd(*(builder.shuffle_vector(one, other, pick) for pick in picks))
-            for one, other in zip(values[::2], values[1::2], strict=True)
+            for half in (0, span // 2)
         ]
+        values, span = _halved(builder, values, halves), span // 2
     return values[0]
+
+
+def sums_of_pieces(builder, vector, values):
+    """Generate one vector whose lane x of each piece is the sum of that piece of ``values[x]``.
+
+    Pieces have 128 bits; shuffles within them are fast. Each step turns two vectors into one: it
+    adds one half of each piece's lanes to the other half.
+    """
+    width, m = vector.width, 1
+    piece = min(width, PIECE // vector.bits)
+    while m < piece:  # a piece has partial sums of m values
+        halves = [
+            [
+                source + start + half + x + y
+                for start in range(0, width, piece)
+                for x in range(0, piece // 2, m)
+                for source in (0, width)
+                for y in range(m)
+            ]
+            for half in (0, piece // 2)
+        ]
+        values, m = _halved(builder, values, halves), 2 * m
+    return values[0]
+
+
+def _halved(builder, values, halves):
+    """Generate half as many vectors: sums of the lanes ``halves`` of two vectors each."""
+    picks = [ir.Constant(ir.VectorType(ir.IntType(32), len(half)), half) for half in halves]
+    return [
+        builder.fadd(*(builder.shuffle_vector(one, other, pick) for pick in picks))
+        for one, other in zip(values[::2], values[1::2], strict=True)
+    ]
 
 
 def _dots(queries, together, vectors):

@@ -71,6 +71,15 @@ class Vector:
         kind = ir.FunctionType(self.type, [self.type] * 3)
         return builder.asm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0", (a, b, c), False)
 
+    def splat_pair(self, builder, pointer):
+        """Generate a vector with the two bfloat16 numbers at ``pointer`` in each lane.
+
+        LLVM would choose ``vbroadcastss``, after which an AMD Zen 4 multiplies pairs at 0.7 times
+        the rate.
+        """
+        kind = ir.FunctionType(self.type, [pointer.type])
+        return builder.asm(kind, "vpbroadcastd ($1), $0", "=v,r,~{memory}", (pointer,), False)
+
     def load(self, builder, pointer, n=0):
         """Generate code that loads vector n, counted from ``pointer``."""
         source = builder.gep(pointer, [INT(n * self.width)])
