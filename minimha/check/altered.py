@@ -80,7 +80,8 @@ def heads_by(x: Prepared, way: str) -> Array:
         "h >> log2 G": np.minimum(h >> (G.bit_length() - 1), x.Hkv - 1),
         "h >> ceil log2 G": h >> (G - 1).bit_length(),
         "(h mod G) · Hkv + h // G": h % G * x.Hkv + h // G, "h mod 16": h % 16, "h mod 8": h % 8,
-        "h // G + h mod G": h // G + h % G,
+        "h // G + h mod G": h // G + h % G, "h - h mod G": h - h % G,
+        "(h mod 16) // G": h % 16 // G,
         "block of 4 heads, mod Hkv": (h // G * -(-G // 4) + h % G // 4) % x.Hkv,
         "h // Hkv": np.minimum(h // x.Hkv, x.Hkv - 1), "at most Hkv - 1": np.minimum(h, x.Hkv - 1),
     }  # fmt: skip

@@ -36,7 +36,7 @@ CROSSED = (
     ("is_causal", "window_size", "kv_lengths", "alibi_slopes", "softcap", "groups"),
 )  # fmt: skip
 OVER_SCORES = (("attn_mask",), ("attn_bias",))  # not taken beside packed sequences or pages
-PAGES = (4, 16, 32)  # keys of a page
+PAGES = (4, 16, 32, 24)  # keys of a page
 DECODING, ENDS = "one query", "at the ends"  # of the keys, as where a kernel decodes
 QUERIES, KEYS = np.array([3, 5, 2]), np.array([7, 6, 9])  # of packed sequences
 IN_PAGES = np.array([41, 64, 35])  # keys of each batch entry; the second fills its last page
@@ -190,17 +190,21 @@ def _starts(lengths: Any) -> Any:
 
 def _packed(seed: int, D: int) -> Iterator[Graded]:
     """Yield problems with packed sequences, with as many keys as queries, and with more."""
-    for keys, words in ((QUERIES, "as many keys"), (KEYS, "more keys"), (KEYS[::-1], "other keys")):
+    many = 1 + np.arange(40) % 3
+    for queries, keys, words in (
+        (QUERIES, QUERIES, "as many keys"), (QUERIES, KEYS, "more keys"),
+        (QUERIES, KEYS[::-1], "other keys"), (many, many[::-1] + 2, "40 sequences"),
+    ):  # fmt: skip
         rows = [(), *CROSSED] if words == "more keys" else [(), ("is_causal",), ("groups",)]
         for on in rows:
             name = ", ".join([words, *on])
             draw = Draw(f"packed {name} {seed}")
             H, Hkv = 4, 2 if "groups" in on else 4
-            given: dict[str, Any] = draw.qkv(1, H, int(sum(QUERIES)), int(sum(keys)), D, Hkv=Hkv)
-            given |= {"cu_seqlens_q": _starts(QUERIES), "cu_seqlens_k": _starts(keys)}
-            given |= _options(draw, on, H, keys - np.array([1, 0, 2]))
+            given: dict[str, Any] = draw.qkv(1, H, int(sum(queries)), int(sum(keys)), D, Hkv=Hkv)
+            given |= {"cu_seqlens_q": _starts(queries), "cu_seqlens_k": _starts(keys)}
+            given |= _options(draw, on, H, KEYS - np.array([1, 0, 2]))
             if words != "as many keys" and POSITIONAL & {*on}:
-                given["q_offset"] = keys - QUERIES
+                given["q_offset"] = keys - queries
             yield _problem(name, "cu_seqlens_q", given)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from minimha.check.answer import NOT_ASKED, Answer
 from minimha.check.arranged import arranged, kinds_of, rearranged
 from minimha.check.compared import compare
-from minimha.check.conditions import sizes
+from minimha.check.conditions import OPTIONS, sizes
 from minimha.check.crossed import (
     AMID,
     AT_START,
@@ -47,7 +47,7 @@ TRIED = [
     )
 ]  # fmt: skip
 NEEDED: tuple[Switches, ...] = (frozenset(), frozenset({"one query"}))
-WIDE = 128  # a head's width, with which each option is asked again
+WIDE, WIDEST = 128, 192  # widths of heads, with which each option is asked again
 LARGEST = 1024  # width, and divisor of lengths, that may be declared
 MOST_SHRUNK = 3
 ROUNDS = 8  # times that rows are chosen again, without switches that exclude each other
@@ -192,9 +192,10 @@ class Asking:
                 least, most = (middle, most) if self.is_wrong(problem) else (least, middle)
 
     def _wide(self, some: Sizes, taken: Sequence[Switches]) -> list[Graded]:
-        """Return a problem for each switch alone, with wider heads than in ``some``."""
-        wide = replace(some, D=WIDE)
-        problems = (crossed(on, wide, self.seed) for on in taken if some.D < WIDE)
+        """Return problems for each switch alone, with wider heads than in ``some``."""
+        sets = [(on, WIDE) for on in taken]
+        sets += [(on, WIDEST) for on in taken if on < {*OPTIONS} and len(on) == 1]
+        problems = [crossed(on, replace(some, D=D), self.seed) for on, D in sets if some.D < D]
         return [replace(problem, family="sized") for problem in problems]
 
     def _meet_arranged(self) -> None:

@@ -175,7 +175,10 @@ class Caller:
         if "q_offset" not in keywords and not {*POSITIONAL, *PARAMETERS} & set(keywords):
             return keywords
         usual = self._usual_offset(given, keywords) if self.place != "first" else 0
-        if np.all(np.equal(keywords.get("q_offset", 0), usual)):
+        is_usual = np.equal(keywords.get("q_offset", 0), usual)
+        if "cu_seqlens_q" in keywords:  # a sequence without queries has no first one
+            is_usual = is_usual | (np.diff(keywords["cu_seqlens_q"]) == 0)
+        if np.all(is_usual):
             return {n: value for n, value in keywords.items() if n != "q_offset"}
         if "q_offset" not in keywords:
             raise translation.Refused("its queries stand at the last keys of each length")

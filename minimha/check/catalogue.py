@@ -37,7 +37,7 @@ SPLITS = (
 EMPTY_TOO = ", empty ones too"  # parts for which no key is left
 MISREAD = (
     "h // Hkv", "at most Hkv - 1", "reversed", "h >> log2 G", "h >> ceil log2 G",
-    "block of 4 heads, mod Hkv",
+    "block of 4 heads, mod Hkv", "(h mod 16) // G",
 )  # fmt: skip
 WEIGHINGS = (
     "mean", "sums", "all", "2^L", "2^(L - max)", "sums, max", "own maximum", "L of the last",
@@ -51,6 +51,7 @@ HEADS = ("kv", "v", "k")  # what is indexed: K and V, or one of them
 SCALED = ("kv", "k", "v")  # what is multiplied by scales: K and V, or one of them
 OTHER_HEADS = (
     "h // G", "h mod Hkv", "(h mod G) · Hkv + h // G", "h mod 16", "h mod 8", "h // G + h mod G",
+    "h - h mod G",
 )  # fmt: skip
 OTHER_ENTRIES = (
     "(b · Hkv + h // G) // H", "(b · H + h) // Hkv", "(b · H + h) mod B", "b mod 4", "b mod 2",
@@ -98,7 +99,7 @@ _ALL = [
           *(f"r // G in tiles of {n}" for n in BLOCKS[:4]),
           *((way, of) for way in ("i · G + g", "g · Lq + i") for of in PLACES[:4]))),
         ("last_rows_moved_back", "The last tile of rows is moved back, but its positions are not.",
-         "Count positions from the row where the tile begins.", BLOCKS[:4]),
+         "Count positions from the row where the tile begins.", (*BLOCKS[:4], 48, 96)),
     ),
     *stage("key/value entries", ALWAYS,
         ("kv_batch_0_for_all", "Every batch entry reads the keys or values of entry 0.",
@@ -243,9 +244,10 @@ _ALL = [
         ("causal_in_blocks", "Causality is decided for whole blocks.",
          "Mask single keys in the blocks on the diagonal.",
          tuple((way, B) for way in ("keys", "rows", "none") for B in BLOCKS[:7])),
-        ("causal_masked_in_last_block", "A tile of rows masks only its last block of keys.",
+        ("causal_masked_in_last_block", "A tile of rows masks only its last blocks of keys.",
          "Mask all blocks of keys that the diagonal crosses.",
-         ((128, 64), (64, 32), (32, 16), (128, 32), (64, 16), (16, 8))),
+         ((128, 64), (64, 32), (32, 16), (128, 32), (64, 16), (16, 8), (64, 64), (32, 32),
+          (128, 128), (16, 16), (64, 32, 2), (128, 64, 2), (128, 32, 4))),
         ("causal_ignored_in_tail", "Rows after the last whole tile of rows see the future.",
          "Mask the last tile too, though it is not full.", (128, 64, 32, 16)),
         ("causal_ignored_by_open_window", "is_causal is ignored if the window has no right side.",
@@ -414,6 +416,8 @@ _ALL = [
         ("lengths_seen_in_last_block", "Lengths are checked only in the last block of keys.",
          "Hide the keys j >= length in each block.",
          tuple((of, n) for of in ("longest", "all keys") for n in BLOCKS[:4])),
+        ("lengths_ignored_before_diagonal", "Lengths are ignored in blocks that all rows see.",
+         "Hide the keys j >= length in each block.", TILES),
         ("lengths_from_left", "Keys before the last ones are hidden, as if padding came first.",
          "Hide the keys j >= length."),
         ("lengths_hide_queries", "kv_lengths hide queries too.", "Compute every row."),
@@ -637,6 +641,7 @@ _ALL = [
     ),
     *stage("the size of sinks", ("sinks",),
         ("sink_scaled", "Sinks are scaled as scores are.", "Use sinks as they are given."),
+        ("sink_capped", "The soft cap is applied to sinks, too.", "Use sinks as they are given."),
         ("sink_in_each_part", "Each part of the keys adds the sink: it counts several times.",
          "Add the sink once, where parts are merged.",
          (*SPLITS, *(("keys", n) for n in (1, 256, 512, 1024, 2048)))),

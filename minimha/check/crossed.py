@@ -322,6 +322,7 @@ def long(taken: Switches) -> list[Switches]:
 
 @lru_cache(maxsize=1)
 def alone() -> tuple[Switches, ...]:
-    """Return the empty set of switches, and each switch with those that it needs."""
+    """Return the sets of one switch, with those that it needs, and of options when decoding."""
     sets = [{s} | more for s in SWITCHES for more in COMPANIONS.get(s, (set(),))]
-    return (frozenset(), *map(frozenset, sets))
+    decoding = [{s, "one query", "groups of 4"} for s in OPTIONS]  # often by a kernel of its own
+    return (frozenset(), *map(frozenset, (*sets, *decoding)))

@@ -416,12 +416,12 @@ def _rows_that_see_nothing() -> Iterator[Graded]:
     yield _problem("mask that hides rows", "rows that see nothing", inputs, attn_mask=mask)
     bias = np.where(mask, draw.numbers(6, 6), np.float32(-np.inf))
     yield _problem("bias that hides rows", "rows that see nothing", inputs, attn_bias=bias)
-    sizes = {"B": 2, "H": 2}
-    yield _drawn("no keys", "rows that see nothing", sizes, kv_lengths=np.array([0, 4]))
+    sizes = {"B": 3, "H": 2}
+    yield _drawn("no keys", "rows that see nothing", sizes, kv_lengths=np.array([3, 0, 4]))
     sink = Draw("no keys but a sink").numbers(2)
     yield _drawn(
         "no keys but a sink", "the log-sum-exp of rows that see nothing", sizes,
-        kv_lengths=np.array([0, 4]), sinks=sink, return_lse=True,
+        kv_lengths=np.array([3, 0, 4]), sinks=sink, return_lse=True,
     )  # fmt: skip
     draw = Draw("causal, before the keys")
     square = draw.qkv(H=2, Lq=6, Lk=6)
@@ -543,6 +543,8 @@ def _ragged() -> Iterator[Graded]:
     yield _problem("window, groups of three, 100 tokens", shows, x, window_size=(20, 5))
     both = {"attn_mask": draw.mask(100, 100) | np.eye(100, dtype=bool), "is_causal": True}
     yield _problem("mask, causal, groups of three, 100 tokens", shows, x, **both)
+    both = {"kv_lengths": np.array([50]), "is_causal": True}
+    yield _problem("lengths, causal, groups of three, 100 tokens", shows, x, **both)
     draw = Draw("70 keys")
     x, shows = draw.qkv(2, 2, Lq=3, Lk=70), "a last block of columns"
     yield _problem("mask, 70 keys", shows, x, attn_mask=draw.mask(3, 70))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from minimha.check.conditions import POSITIONAL
+from minimha.check.conditions import OPTIONS, POSITIONAL
 from minimha.check.problems import Draw, Graded, kept
 
 WIDTHS = ((64, 64), (128, 128), (80, 80), (256, 256), (72, 72), (192, 128), (96, 96))  # D, Dv
@@ -25,7 +25,7 @@ LENGTHS = (
 )  # fmt: skip
 TAILS = ((130, 130), (190, 190))  # more than one row after the last whole 64 or 128
 SINKS = ((33, 129), (1, 257), (1, 1025), (1, 8209))
-HEADS = ((2, 32, 4), (8, 4, 4), (1, 64, 8), (1, 20, 4))  # B, H, Hkv
+HEADS = ((2, 32, 4), (8, 4, 4), (1, 64, 8), (1, 20, 4), (1, 32, 1))  # B, H, Hkv
 AXIS_OF_HEADS = {"alibi_slopes": 0, "sinks": 0, "attn_bias": 1, "attn_mask": 1}
 ALONE = ", entry 0 alone"
 SHOWS = "whether it is right at the sizes of models"
@@ -59,16 +59,18 @@ def _problems(seed: int) -> Iterator[Graded]:
     for given in ({"attn_bias": whole}, {"attn_mask": whole > -1}):
         yield _problem(rng, (1, 2, 2, 257, 257, 64, 64), "normal", **given)
     for B, H, Hkv in HEADS:
-        plain = _problem(rng, (B, H, Hkv, 17, 65, 64, 64), return_lse=True)
-        decoding = _problem(rng, (B, H, Hkv, 1, 129, 128, 128), is_causal=True)
-        yield from (plain, decoding)
+        decoding = (B, H, Hkv, 1, 300, 128, 128)
+        several = [
+            _problem(rng, (B, H, Hkv, 17, 65, 64, 64), return_lse=True),
+            _problem(rng, decoding), _problem(rng, decoding, is_causal=True),
+        ]  # fmt: skip
+        yield from several
         if B > 1:
-            yield from map(_alone, (plain, decoding))
-    by_heads, by_entries = _options(rng, 1, 32, 17, 65), _options(rng, 8, 1, 17, 65)
-    for name, array in by_heads.items():
-        yield _problem(rng, (1, 32, 8, 17, 65, 64, 64), "normal", **{name: array}, q_offset=48)
-    for name in ("kv_lengths", "attn_bias", "attn_mask"):
-        yield _problem(rng, (8, 4, 4, 17, 65, 64, 64), "normal", **{name: by_entries[name]})
+            yield from map(_alone, several)
+    for B, H, Hkv in ((1, 32, 8), (8, 4, 4)):
+        for name, option in _options(rng, B, H, 17, 65).items():
+            given = {name: option} | ({"q_offset": 48} if name in POSITIONAL else {})
+            yield _problem(rng, (B, H, Hkv, 17, 65, 64, 64), "normal", **given)
     lengths = np.array([1025, 70, 600])  # of entries that decode together
     yield _problem(rng, (3, 4, 2, 1, 1025, 64, 64), "normal", kv_lengths=lengths)
     for name in ("all equal", "one hot"):
@@ -77,12 +79,14 @@ def _problems(seed: int) -> Iterator[Graded]:
 
 def _options(rng: np.random.Generator, B: int, H: int, Lq: int, Lk: int) -> dict[str, Any]:
     """Return options with other numbers for each batch entry and head."""
-    bias = rng.standard_normal((B, H, Lq, Lk)).astype(np.float32)
-    found = {"attn_bias": bias, "attn_mask": bias[..., ::-1].copy() > -0.5}
-    if B > 1:
-        return {**found, "kv_lengths": rng.permutation(np.linspace(Lk // 8, Lk, B).astype(int))}
+    bias = rng.standard_normal((B, 1 if B > 1 else H, Lq, Lk)).astype(np.float32)
     slopes, sinks = np.geomspace(1, 2.0**-8, H), np.log(Lk) + rng.standard_normal(H)
-    return {**found, "alibi_slopes": slopes.astype(np.float32), "sinks": sinks.astype(np.float32)}
+    return {
+        "attn_bias": bias, "attn_mask": bias[..., ::-1].copy() > -0.5, "softcap": 1.25,
+        "kv_lengths": rng.permutation(np.linspace(Lk // 8, Lk, B).astype(int)),
+        "alibi_slopes": slopes.astype(np.float32), "sinks": sinks.astype(np.float32),
+        "window_size": (Lk // 4, 0),
+    }  # fmt: skip
 
 
 CUT = ("H", "Lk", "Lq")
@@ -132,7 +136,7 @@ def _problem(
         given = {n: np.full_like(x, x[0, 0, 0, 0]) for n, x in given.items()}
     if numbers == "one hot":
         given["k"] = 4 * np.eye(D, dtype=np.float32)[rng.integers(D, size=(B, Hkv, Lk))]
-    name += "".join(f", {n}" for n in (*AXIS_OF_HEADS, "kv_lengths") if n in options)
+    name += "".join(f", {n}" for n in OPTIONS if n in {*options} - {"is_causal", "return_lse"})
     if "is_causal" in options and Lk != Lq:
         options["q_offset"] = max(Lk - Lq, 0)
     return Graded(f"{name}; {numbers} numbers", {**given, **options}, SHOWS, family="sized")

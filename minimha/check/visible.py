@@ -77,9 +77,9 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     block = d.get("causal_loop_ignores_offset", x.Lk)
     seen = (j <= p + ahead) & (x.j < (x.i // block + 1) * block)
     if "causal_masked_in_last_block" in d:
-        B_r, B_c = d["causal_masked_in_last_block"]
+        B_r, B_c, *masked = d["causal_masked_in_last_block"]
         last_block = np.minimum(_last_row(x, B_r) + first, x.Lk - 1) // B_c
-        seen = seen | (x.j // B_c < last_block)
+        seen = seen | (x.j // B_c <= last_block - (masked or [1])[0])
     if "causal_ignored_in_tail" in d:  # of at least one whole tile
         whole = x.Lq // d["causal_ignored_in_tail"] * d["causal_ignored_in_tail"]
         seen = seen | ((x.i >= whole) & (whole > 0))
@@ -218,7 +218,7 @@ def packed_rows(x: Prepared) -> NDArray[Any]:
 def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
     """Return whether key j is within the length, and not skipped by a deviation.
 
-    The array broadcasts to (B, H, 1, Lk).
+    The array broadcasts to (B, H, Lq, Lk).
     """
     visible: Array = ALL
     if x.given.get("kv_lengths") is not None:
@@ -232,6 +232,8 @@ def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
             }  # fmt: skip
             lengths = lengths[np.minimum(ways[d["lengths_by_head"]], x.B - 1), 0]
         visible = x.j < lengths
+        if "lengths_ignored_before_diagonal" in d:
+            visible = visible | before_diagonal(x, d["lengths_ignored_before_diagonal"])
         if "lengths_seen_in_last_block" in d:
             of, block = d["lengths_seen_in_last_block"]
             end = int(x.lengths.max()) if of == "longest" else x.Lk

@@ -191,6 +191,9 @@ class _Deviation(Scores):
         if sinks is None:
             return None
         sinks = sinks.astype(np.float64)[:, None, None] * self.unit_of("sinks")
+        c = self.x.problem.softcap
+        if "sink_capped" in self.d and c is not None:
+            sinks = c * np.tanh(sinks / c)
         return np.asarray(sinks * self.scale_used() if "sink_scaled" in self.d else sinks)
 
     def deviated_maximum(self, top: Array) -> Array:

@@ -202,6 +202,7 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "bias_not_in_base_2": ("bias", {"attn_bias": bias_of("bias") * np.log(2)}),
     "sinks_ignored": ("sinks", {"sinks": None}),
     "sink_0_for_all": ("sinks", {"sinks": np.full(3, 1.5, np.float32)}),
+    "sink_capped": ("sinks and softcap, 64 tokens", {"sinks": 1.5 * np.tanh(np.ones(1))}),
     "sink_scaled": ("sinks", {"sinks": np.array([0.75, -0.5, 2.0])}),
     "sink_in_each_part": ("sinks", {"sinks": PROBLEMS["sinks"]["sinks"] + np.log(2)}),
     "sink_exponentiated": ("sinks", {"sinks": np.exp(PROBLEMS["sinks"]["sinks"])}),
@@ -530,10 +531,10 @@ def test_what_is_wrong_and_what_to_change_are_sentences():
 
 
 def seen_by(name, *, visible):
-    """A problem's answer with a mask in place of causality and windows."""
+    """A problem's answer with a mask in place of causality, windows and lengths."""
     i, j = np.indices((PROBLEMS[name]["q"].shape[2], PROBLEMS[name]["k"].shape[2]))
     mask = visible(i, j)
-    return right(name, is_causal=False, window_size=None, attn_mask=mask)[0]
+    return right(name, is_causal=False, window_size=None, kv_lengths=None, attn_mask=mask)[0]
 
 
 def halved_columns(x):
@@ -543,11 +544,16 @@ def halved_columns(x):
 
 OFFSETS = np.array([40, 298, 150])[:, None, None, None]
 THREE = "causal, groups of three, 100 queries"
+SHORTER = "lengths, causal, groups of three, 100 tokens"
 SAME = [  # a deviation, its value, a problem, and the answer by other means
     ("last_columns_count_twice", 64, "wide heads",
      lambda: right("wide heads", q=halved_columns(PROBLEMS["wide heads"]))[0]),
     ("causal_masked_in_last_block", (128, 64), THREE,
      lambda: seen_by(THREE, visible=lambda i, j: (j <= i) | (j < 64))),
+    ("causal_masked_in_last_block", (128, 32, 2), THREE,
+     lambda: seen_by(THREE, visible=lambda i, j: (j <= i) | (j < 64))),
+    ("lengths_ignored_before_diagonal", (64, 64), SHORTER,
+     lambda: seen_by(SHORTER, visible=lambda i, j: (j <= i) & ((j < 50) | (i >= 64) & (j < 64)))),
     ("window_left_of_entry_0", 1, "window, an offset for each entry, 301 keys",
      lambda: seen_by("window, an offset for each entry, 301 keys", visible=lambda i, j: (
          (j >= i + 40 - 70) & (j <= i + OFFSETS + 5)))),
