@@ -51,7 +51,6 @@ HEADS = ("kv", "v", "k")  # what is indexed: K and V, or one of them
 SCALED = ("kv", "k", "v")  # what is multiplied by scales: K and V, or one of them
 OTHER_HEADS = (
     "h // G", "h mod Hkv", "(h mod G) · Hkv + h // G", "h mod 16", "h mod 8", "h // G + h mod G",
-    "h - h mod G",
 )  # fmt: skip
 OTHER_ENTRIES = (
     "(b · Hkv + h // G) // H", "(b · H + h) // Hkv", "(b · H + h) mod B", "b mod 4", "b mod 2",
@@ -177,7 +176,7 @@ _ALL = [
         ("bias_head_0_for_all", "Head 0's attn_bias is used for all heads.",
          "Index attn_bias by head."),
         ("bias_by_kv_head", "attn_bias is indexed by key/value head.", "Index it by query head.",
-         OTHER_HEADS),
+         (*OTHER_HEADS, "h - h mod G")),
         ("bias_row_0_for_all", "Row 0 of attn_bias is used for all queries.",
          "Index attn_bias by query."),
         ("bias_row_of_tile", "attn_bias is indexed by the query's row in its tile.",
@@ -361,7 +360,7 @@ _ALL = [
         ("mask_transposed", "attn_mask is transposed.", "Its rows are queries, its columns keys."),
         ("mask_head_0_for_all", "Head 0's mask is used for all heads.", "Index the mask by head."),
         ("mask_by_kv_head", "The mask is indexed by key/value head.", "Index it by query head.",
-         OTHER_HEADS),
+         (*OTHER_HEADS, "h - h mod G")),
         ("mask_row_0_for_all", "Row 0 of the mask is used for all queries.",
          "Index the mask by query."),
         ("mask_row_of_tile", "The mask is indexed by the query's row in its tile.",
