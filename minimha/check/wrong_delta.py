@@ -400,10 +400,10 @@ class _Tokens:
 
     def _grow(self, k: Array, u: Array, v: Array, beta: Array, decay: Array) -> None:
         """Bound the error of the state: its own roundings, and those that the rule passes on."""
-        k, u, v = (np.nan_to_num(x) for x in (k, u, v))
+        k, u, v = (_finite(x) for x in (k, u, v))
         norm = np.square(k).sum(-1)
         passed = decay.max((1, 2)) * np.maximum(1, abs(1 - beta[:, 0] * norm))
-        size = np.sqrt(np.square(np.nan_to_num(self.S)).sum((1, 2)))
+        size = np.sqrt(np.square(_finite(self.S)).sum((1, 2)))
         size += np.sqrt(norm) * np.sqrt(np.square(u).sum(-1) + np.square(v).sum(-1))
         # A difference of sums of g, as chunked forms compute it, is as inexact as these sums.
         self.decay = self.decay + np.minimum(abs(np.log(decay)), MOST_DECAY).max((1, 2))
@@ -421,7 +421,12 @@ class _Tokens:
         if q.ndim > state.ndim + 1:  # of several tokens
             state = state[:, None]
         longest = np.sqrt(np.square(q).sum(-1)) * state
-        return np.asarray(np.nan_to_num(longest)[..., None] + unit * abs(np.nan_to_num(output)))
+        return np.asarray(_finite(longest)[..., None] + unit * abs(_finite(output)))
+
+
+def _finite(x: Array) -> Array:
+    """Return ``np.nan_to_num(x)``, which takes longer than to look whether x needs it."""
+    return x if np.isfinite(x).all() else np.nan_to_num(x)
 
 
 def _over_rows(a: Array, d: Mapping[str, Any]) -> Array:

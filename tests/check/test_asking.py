@@ -85,7 +85,7 @@ def test_conditions_are_known_ones():
         assert found <= {*OPPOSITES, *OPPOSITES.values()}
 
 
-@pytest.mark.parametrize(("condition", "option"), list(forgotten())[::17])
+@pytest.mark.parametrize(("condition", "option"), list(forgotten())[::33])
 def test_a_kernel_that_forgets_an_option_beside_another_is_named(condition, option):
     found, report = how_found(condition, option)
     assert found == "named", str(report)
