@@ -217,6 +217,18 @@ def _by_stride(x: Prepared, mask: Array, stride: int, *, repeats_last: bool) -> 
     return np.asarray(flat[..., np.minimum(at, last)] & ((at <= last) | repeats_last))
 
 
+def _in_bytes(x: Prepared, mask: Array, way: str) -> Array:
+    """Read a mask of bits with another stride than that with which it was written."""
+    whole = -(-x.Lk // 8) * 8
+    if way == "read closely":
+        rows = np.broadcast_to(mask, (*mask.shape[:-2], x.Lq, x.Lk))
+        rows = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, whole - x.Lk)])
+        flat = rows.reshape(*rows.shape[:-2], -1)
+        return np.asarray(flat[..., x.i * x.Lk + x.j])
+    stride = whole if way == "packed closely" else x.Lk // 8 * 8
+    return _by_stride(x, mask, stride, repeats_last=False)
+
+
 def _at_corners(x: Prepared, mask: Array, tile: tuple[int, int]) -> Array:
     """Show a whole tile if the mask shows its four corners."""
     mask = np.broadcast_to(mask, (*mask.shape[:-2], x.Lq, x.Lk))
@@ -332,9 +344,7 @@ ALTERATIONS: dict[str, Alter] = {
     "values_of_other_block": _inputs(_of_later_block, "v"),
     **_axes("mask"),
     **_axes("bias"),
-    "mask_bits_misread": _option(
-        "attn_mask", lambda x, a, _: _by_stride(x, a, -(-x.Lk // 8) * 8, repeats_last=False)
-    ),
+    "mask_bits_misread": _option("attn_mask", _in_bytes),
     "mask_stride_of_queries": _option(
         "attn_mask", lambda x, a, _: _by_stride(x, a, x.Lq, repeats_last=True)
     ),
@@ -429,6 +439,19 @@ def _read_on(x: Prepared, given: Mapping[str, Any], block: int) -> Mapping[str, 
     first, ends = np.asarray(starts)[:-1], np.asarray(starts)[1:]
     whole = first + -(-(ends - first) // block) * block
     return {RANGES: (first, np.minimum(whole, starts[-1]))}
+
+
+def _first_sequences(
+    x: Prepared, given: Mapping[str, Any], value: tuple[str, int]
+) -> Mapping[str, Any]:
+    """Let each sequence after the first n have the keys, or the first key, of one of these."""
+    what, n = value
+    starts = given.get("cu_seqlens_k", given.get("cu_seqlens_q"))
+    if starts is None or given.get("block_table") is not None:
+        return {}
+    lengths, s = np.diff(starts), np.arange(len(starts) - 1) % n
+    first = np.asarray(starts)[s]
+    return {RANGES: (first, first + (lengths[s] if what == "all" else lengths))}
 
 
 def _pages(change: Callable[[Array, Any], Any]) -> Alter:
@@ -595,6 +618,8 @@ ARRANGED: dict[str, Alter] = {
     "pages_of_entry_0": _pages(lambda table, _: np.repeat(table[:1], len(table), 0)),
     "pages_in_order": _pages(lambda table, _: np.arange(table.size).reshape(table.shape)),
     "page_size_wrong": _reread,
+    "pages_repeat": _pages(lambda table, n: table[:, np.arange(table.shape[1]) % n]),
+    "sequences_repeat": _first_sequences,
     "functions_ignore_offset": _indexed(lambda x, o, b, h, i, j: (b, h, i - o[b], j)),
     "functions_swap_positions": _indexed(lambda x, o, b, h, i, j: (b, h, j, i)),
     "functions_of_entry_0": _indexed(lambda x, o, b, h, i, j: (0 * b, h, i, j)),

@@ -275,10 +275,12 @@ def _picked(seed: int, D: int) -> Iterator[Graded]:
         ("duplicates, one query", (DECODING,), 6, 0),
         ("is_causal, for each key/value head", ("is_causal", "groups"), 6, 2),
         ("kv_lengths, return_lse", ("kv_lengths", "return_lse"), 6, 2),
+        ("150 of 301 keys", (), 150, 2),
     )
     for name, on, K, most in rows:
         draw = Draw(f"picked {name} {seed}")
-        B, H, Lk, Hkv, Lq = 2, 4, 9, 2 if "groups" in on else 4, 1 if DECODING in on else 5
+        Lk = 301 if K > 9 else 9
+        B, H, Hkv, Lq = 2, 4, 2 if "groups" in on else 4, 1 if DECODING in on else 5
         given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, D, Hkv=Hkv)
         given |= _options(draw, on, H, np.array([6, 8]))
         rows_of = (B, Hkv if on and most else 1, Lq)

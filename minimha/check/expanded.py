@@ -161,6 +161,8 @@ def _gather_pages(plain: dict[str, Any], arguments: Mapping[str, Any]) -> None:
     j = np.arange(table.shape[1] * (P if way == "first" else size))
     pages = table[:, np.minimum(j // P, table.shape[1] - 1)]
     flat = pages * (P if way == "stride" else size) + np.minimum(j % P, size - 1)
+    if way == "mask":  # as if the page size were a power of 2
+        flat = table[:, j // size] * size + (j & (size - 1))
     if way == "tile":  # all keys of a tile follow its first one
         first = j // P * P
         flat = table[:, first // size] * size + first % size + j - first

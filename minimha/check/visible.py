@@ -69,7 +69,7 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
         return np.asarray(x.j >= p + d["causal_reversed"])
     way, size = d.get("causal_in_blocks", ("", 1))
     if way == "rows":  # of a block, all see what the last one sees
-        p = (x.i // size + 1) * size - 1 + first
+        p = _last_row(x, size) + first
     j = x.j // size * size if way == "keys" else x.j
     if way == "none":  # of the keys in the block where the query stands
         return np.asarray(x.j // size < p // size)
@@ -132,6 +132,10 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     if "window_left_of_tile" in d:
         first = first - x.i // d["window_left_of_tile"] * d["window_left_of_tile"]
     seen = (first <= x.j) & (x.j <= p + right)
+    if "window_left_masked_in_first_block" in d:
+        B_r, B_c = d["window_left_masked_in_first_block"]
+        start = np.maximum(p - x.i % B_r - left, 0) // B_c
+        seen = seen | ((x.j // B_c > start) & (x.j <= p + right))
     if "window_ends_from_first_row" in d:
         B_r, B_c = d["window_ends_from_first_row"]
         seen = seen & (x.j // B_c <= (p - x.i % B_r + right) // B_c)
@@ -160,6 +164,11 @@ def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
     ):
         if of in d.get(deviation, ()):
             return np.asarray(first)
+    how, places = d.get("sequences_share_offset", ("", ()))
+    if of in places and (starts := x.arguments.get("cu_seqlens_q")) is not None:
+        both = [np.diff(s) for s in (x.arguments.get("cu_seqlens_k", starts), starts)]
+        keys, queries = (n.max() if how == "longest" else n.sum() for n in both)
+        return np.full_like(x.offset, keys - queries)
     if of == "alibi" and "alibi_from_first_row" in d:
         starts = x.arguments.get("cu_seqlens_q", 0)
         moved = (starts - np.asarray(x.arguments.get("cu_seqlens_k", starts)))[:-1]
