@@ -193,6 +193,7 @@ def _axes(name: str) -> dict[str, Alter]:
         "row_0_for_all": lambda x, a, _: a[:, :, :1],
         "row_of_tile": lambda x, a, size: a[:, :, np.arange(x.Lq) % size % a.shape[2]],
         "row_mod_length": packed,
+        "block_0_for_all": lambda x, a, size: a if a.shape[3] == 1 else a[..., x.j % size],
         "last_block_moved": moved,
         "flattened": flattened,
         "by_order_of_lengths": sorted_otherwise,
@@ -248,6 +249,13 @@ def _lengths(change: Callable[[Prepared, Array, Any], Any]) -> Alter:
         "kv_lengths",
         lambda x, L, v: np.clip(np.broadcast_to(change(x, L, v), (x.B,)), 0, x.Lk).astype(int),
     )
+
+
+def _size(x: Prepared, block: Any) -> int:
+    """Return the size of a block, or of the problem's pages, which is 1 if it has none."""
+    if block != "page":
+        return int(block)
+    return np.shape(x.arguments["k"])[2] if x.arguments.get("block_table") is not None else 1
 
 
 def _masked(x: Prepared, given: Mapping[str, Any], seen: Array) -> dict[str, Any]:
@@ -365,7 +373,7 @@ ALTERATIONS: dict[str, Alter] = {
     "sink_exponentiated": _option("sinks", lambda x, a, _: np.exp(np.minimum(a, 80))),
     "lengths_one_too_long": _lengths(lambda x, L, more: L + more),
     "lengths_one_too_short": _lengths(lambda x, L, _: L - 1),
-    "lengths_rounded_up": _lengths(lambda x, L, page: -(-L // page) * page),
+    "lengths_rounded_up": _lengths(lambda x, L, page: -(-L // _size(x, page)) * _size(x, page)),
     "lengths_rounded_down": _lengths(lambda x, L, page: L // page * page),
     "lengths_lose_whole_page": _lengths(lambda x, L, page: np.where(L % page, L, L - page)),
     "lengths_batch_0_for_all": _lengths(lambda x, L, _: L[:1]),
@@ -421,9 +429,26 @@ def _from_first_row(x: Prepared, given: Mapping[str, Any], which: str) -> Mappin
     return {"q_offset": given.get("q_offset", 0) + (starts - keys)[:-1]}
 
 
-def _moved_borders(x: Prepared, given: Mapping[str, Any], more: int) -> Mapping[str, Any]:
-    """Move the borders between packed sequences, of queries and of keys that are as many."""
+def _until_empty(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    """Leave out the keys of all sequences after the first one without queries or keys."""
     starts = given.get("cu_seqlens_q")
+    if starts is None or given.get("block_table") is not None:
+        return {}
+    keys = np.asarray(given.get("cu_seqlens_k", starts))
+    is_over = np.logical_or.accumulate((np.diff(starts) == 0) | (np.diff(keys) == 0))
+    return {RANGES: (keys[:-1], np.where(is_over, keys[:-1], keys[1:]))}
+
+
+def _moved_borders(x: Prepared, given: Mapping[str, Any], more: Any) -> Mapping[str, Any]:
+    """Move the borders between packed sequences, of queries and of keys that are as many.
+
+    Or let the keys of a sequence begin where its queries do.
+    """
+    starts = given.get("cu_seqlens_q")
+    if more == "as queries":
+        if starts is None or "cu_seqlens_k" not in given:
+            return {}
+        return {RANGES: (starts[:-1], starts[:-1] + np.diff(given["cu_seqlens_k"]))}
     if starts is None or not np.array_equal(starts, given.get("cu_seqlens_k", starts)):
         return {}
     moved = np.array(starts)
@@ -456,6 +481,14 @@ def _first_sequences(
 
 def _pages(change: Callable[[Array, Any], Any]) -> Alter:
     return _option("block_table", lambda x, table, value: change(table, value))
+
+
+def _in_order(x: Prepared, table: Any, of: str) -> Any:
+    """Pages in the order of memory, from the pool's first page or each row's first one on."""
+    if of == "all":
+        return np.arange(table.size).reshape(table.shape)
+    pages = np.asarray(table)[:, :1] + np.arange(np.shape(table)[1])
+    return np.minimum(pages, len(x.arguments["k"]) - 1)
 
 
 def _reread(x: Prepared, given: Mapping[str, Any], value: tuple[str, int]) -> Mapping[str, Any]:
@@ -604,7 +637,7 @@ ARRANGED: dict[str, Alter] = {
     "eight_bits_misread": _misread,
     "key_indices_0_for_all": _option(INDICES, lambda x, a, of: _picked_for_all(a, of)),
     "key_indices_pick_by_minus_1": _option(
-        INDICES, lambda x, a, which: np.where(a < 0, x.Lk - 1 if which == "last" else 0, a)
+        INDICES, lambda x, a, which: np.where(a < 0, 0 if which == "first" else x.Lk - 1, a)
     ),
     "key_indices_by_head": _option(
         INDICES, lambda x, a, way: a[:, heads_by(x, way)] if a.shape[1] > 1 else a
@@ -616,10 +649,11 @@ ARRANGED: dict[str, Alter] = {
     "sequences_end_in_whole_blocks": _read_on,
     "packed_positions_from_first_row": _from_first_row,
     "pages_of_entry_0": _pages(lambda table, _: np.repeat(table[:1], len(table), 0)),
-    "pages_in_order": _pages(lambda table, _: np.arange(table.size).reshape(table.shape)),
+    "pages_in_order": _option("block_table", _in_order),
     "page_size_wrong": _reread,
     "pages_repeat": _pages(lambda table, n: table[:, np.arange(table.shape[1]) % n]),
     "sequences_repeat": _first_sequences,
+    "sequences_end_at_empty": _until_empty,
     "functions_ignore_offset": _indexed(lambda x, o, b, h, i, j: (b, h, i - o[b], j)),
     "functions_swap_positions": _indexed(lambda x, o, b, h, i, j: (b, h, j, i)),
     "functions_of_entry_0": _indexed(lambda x, o, b, h, i, j: (0 * b, h, i, j)),

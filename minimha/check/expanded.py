@@ -167,6 +167,9 @@ def _gather_pages(plain: dict[str, Any], arguments: Mapping[str, Any]) -> None:
         first = j // P * P
         flat = table[:, first // size] * size + first % size + j - first
     for name in "kv":
+        if way == "untransposed":
+            plain[name] = _untransposed(plain, name, table, of_used=P > 1)
+            continue
         X = np.asarray(plain[name]).swapaxes(1, 2)  # (pages, page size, Hkv, D)
         X = X.reshape(-1, *X.shape[2:])
         plain[name] = X[np.minimum(flat, len(X) - 1)].swapaxes(1, 2)
@@ -177,6 +180,18 @@ def _gather_pages(plain: dict[str, Any], arguments: Mapping[str, Any]) -> None:
             plain[name] = np.pad(a, sides, constant_values=filled)
     plain["kv_lengths"] = np.minimum(plain.get("kv_lengths", len(j)), len(j))
     plain["kv_lengths"] = np.broadcast_to(plain["kv_lengths"], (len(table),))
+
+
+def _untransposed(plain: Mapping[str, Any], name: str, table: Array, *, of_used: bool) -> Array:
+    """Read pages, all or those of the length, (pages, Hkv, size, D) as (Hkv, pages · size, D)."""
+    X = np.asarray(plain[name])
+    _, Hkv, size, D = X.shape
+    lengths = np.broadcast_to(plain["kv_lengths"], (len(table),))
+    found = np.zeros((len(table), Hkv, table.shape[1] * size, D), X.dtype)
+    for b, pages in enumerate(table):
+        own = pages[: -(-int(lengths[b]) // size)] if of_used else pages
+        found[b, :, : len(own) * size] = X[own].reshape(Hkv, -1, D)
+    return found
 
 
 def indices(plain: Mapping[str, Any]) -> tuple[Array, Array, Array, Array]:

@@ -494,6 +494,13 @@ def _many_keys() -> Iterator[Graded]:
         if Dv == MANY:
             x["v"] = _identity(MANY)
         yield _problem(name, "blocks of keys", x)
+    shows, late = "rows whose first blocks of keys are hidden", np.array([[70], [140], [0]])
+    seen = np.arange(MANY) >= late
+    draw = Draw("hidden blocks")
+    x = draw.qkv(Lq=3, Lk=MANY)
+    yield _problem(f"mask that hides blocks, {MANY} keys", shows, x, attn_mask=seen)
+    hidden = np.where(seen, draw.numbers(3, MANY), np.float32(-np.inf))
+    yield _problem(f"bias that hides blocks, {MANY} keys", shows, x, attn_bias=hidden)
     few, shows = {"Lq": 3, "Lk": MANY}, "where blocks of keys begin and end"
     yield _drawn(f"causal, {MANY} keys", shows, few, is_causal=True, q_offset=298)
     yield _drawn(f"causal, amid {MANY} keys", shows, few, is_causal=True, q_offset=127)

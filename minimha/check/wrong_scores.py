@@ -114,6 +114,13 @@ class Scores:
         self.by_lengths = visible.by_lengths(self.x, self.d)
         mask = self.x.problem.attn_mask
         self.by_mask = visible.ALL if mask is None else mask
+        if self.d.get("key_indices_pick_by_minus_1", "") == "last, whatever hides it":
+            picks = np.asarray(self.right.arguments["key_indices"])
+            heads = self.x.heads if picks.shape[1] > 1 else [0]
+            has_none = np.asarray((picks < 0).any(-1))
+            shown = has_none[:, heads, :, None] & (self.x.j == self.x.Lk - 1)
+            self.by_positions, self.by_lengths = self.by_positions | shown, self.by_lengths | shown
+            self.by_mask = self.by_mask | shown
         if "mask_ignored_before_diagonal" in self.d:
             whole = visible.before_diagonal(self.x, self.d["mask_ignored_before_diagonal"])
             self.by_mask = self.by_mask | whole
