@@ -194,8 +194,10 @@ def _packed(seed: int, D: int) -> Iterator[Graded]:
     for queries, keys, words in (
         (QUERIES, QUERIES, "as many keys"), (QUERIES, KEYS, "more keys"),
         (QUERIES, KEYS[::-1], "other keys"), (many, many[::-1] + 2, "40 sequences"),
+        (QUERIES, KEYS * [1, 0, 1], "no keys in a sequence"),
     ):  # fmt: skip
         rows = [(), *CROSSED] if words == "more keys" else [(), ("is_causal",), ("groups",)]
+        rows = rows if keys.all() else [(), ("return_lse",)]
         for on in rows:
             name = ", ".join([words, *on])
             draw = Draw(f"packed {name} {seed}")

@@ -26,7 +26,7 @@ LENGTHS = (
 LONG = 1000  # tokens from which on groups have two heads, to save time
 TAILS = ((130, 130), (190, 190))  # more than one row after the last whole 64 or 128
 SINKS = ((33, 129), (1, 257), (1, 1025), (1, 8209))
-HEADS = ((2, 32, 4), (8, 4, 4), (1, 64, 8), (1, 20, 4), (1, 32, 1))  # B, H, Hkv
+HEADS = ((2, 32, 4), (10, 4, 4), (1, 64, 8), (1, 20, 4), (1, 32, 1))  # B, H, Hkv
 AXIS_OF_HEADS = {"alibi_slopes": 0, "sinks": 0, "attn_bias": 1, "attn_mask": 1}
 ALONE = ", entry 0 alone"
 SHOWS = "whether it is right at the sizes of models"
@@ -69,7 +69,7 @@ def _problems(seed: int) -> Iterator[Graded]:
         yield from several
         if B > 1:
             yield from map(_alone, several)
-    for B, H, Hkv in ((1, 32, 8), (8, 4, 4)):
+    for B, H, Hkv in ((1, 32, 8), (10, 4, 4)):
         for name, option in _options(rng, B, H, 17, 65).items():
             given = {name: option} | ({"q_offset": 48} if name in POSITIONAL else {})
             yield _problem(rng, (B, H, Hkv, 17, 65, 64, 64), "normal", **given)

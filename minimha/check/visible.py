@@ -59,7 +59,8 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     is_given = bool(x.given.get("is_causal"))
     if not is_given and "causal_always" not in d:
         return ALL
-    if "causal_ignored_by_open_window" in d and (x.given.get("window_size") or (0, 0))[1] is None:
+    window, how = x.given.get("window_size"), d.get("causal_ignored_by_window")
+    if how and window is not None and (window[1] is None) == (how == "without a right side"):
         return ALL
     first = offset(x, d, "causal")
     if not is_given and d["causal_always"] == "to the last key":

@@ -376,7 +376,9 @@ class _Deviation(Scores):
             L = self.returned
         if "lse_rows_permuted" in d and not self.is_shared:
             B, H, Lq = self.x.shape[:3]
-            packed = np.broadcast_to(L, (B, H, Lq, 1)).reshape(B, self.x.Hkv, Lq, -1)
+            G, follow = H // self.x.Hkv, d["lse_rows_permuted"] == "heads follow each other"
+            shape = (B, self.x.Hkv, Lq, G) if follow else (B, self.x.Hkv, G, Lq)
+            packed = np.broadcast_to(L, (B, H, Lq, 1)).reshape(shape)
             L = packed.swapaxes(2, 3).reshape(B, H, Lq, 1)
         if "lse_heads_swapped" in d and not self.is_shared:
             heads = np.arange(self.x.H).reshape(self.x.Hkv, -1).T.ravel()
