@@ -502,6 +502,8 @@ _ALL = [
          (*((way, n) for n in (16, 8, 4, 2, 1) for way in ("first", "index", "stride")),
           *(("tile", n) for n in (64, 32, 16, 128)), ("mask", 1), ("untransposed", 1),
           ("untransposed", 2))),
+        ("pages_from_window", "Positions count from the window's first page, or its left side.",
+         "The first key of page n is at position n · page_size.", ("0", "left side")),
         ("pages_repeat", "A table's first pages are read again for later keys.",
          "Load the next part of the table's row when a loop reaches it.", (32, 64, 16, 8, 128)),
     ),

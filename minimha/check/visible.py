@@ -7,6 +7,7 @@ Lq, Lk).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,23 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
         is_whole = (last <= p_first + right) & (last < x.lengths) & (last >= p_first - left)
         seen = seen | is_whole
     return np.asarray(seen)
+
+
+def from_window(x: Prepared, given: Prepared, begin: str) -> tuple[Prepared, Array]:
+    """Let positions of keys count from the first page of the window, and say which pages are read.
+
+    The first key there is at position 0, or at that of the window's left side. Lengths count so,
+    too, only in the latter case. ``given`` is the problem with its pages.
+    """
+    left, _ = given.given.get("window_size") or (None, None)
+    if left is None or given.arguments.get("block_table") is None:
+        return x, ALL
+    size = np.shape(given.arguments["k"])[2]
+    start = np.clip(x.offset - left, 0, x.lengths)
+    first = start // size * size
+    moved = copy(x)
+    moved.j = x.j - first + (start if begin == "left side" else 0)
+    return moved, np.asarray(x.j >= first)
 
 
 def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:

@@ -110,8 +110,12 @@ class Scores:
 
     def look(self) -> None:
         """Set three masks: the keys left visible by positions, by lengths and by the mask."""
-        self.by_positions = visible.by_positions(self.x, self.d)
-        self.by_lengths = visible.by_lengths(self.x, self.d)
+        x, begun = self.x, visible.ALL
+        if "pages_from_window" in self.d:
+            x, begun = visible.from_window(x, self.right, self.d["pages_from_window"])
+        self.by_positions = visible.by_positions(x, self.d) & begun
+        is_moved = self.d.get("pages_from_window") == "left side"
+        self.by_lengths = visible.by_lengths(x if is_moved else self.x, self.d)
         mask = self.x.problem.attn_mask
         self.by_mask = visible.ALL if mask is None else mask
         if self.d.get("key_indices_pick_by_minus_1", "") == "last, whatever hides it":
