@@ -43,7 +43,7 @@ MOST_KEYS = 256  # of which the weights are in bfloat16 at once
 COLUMNS = PIECE // 8  # of each of four keys in a vector of bytes
 COPIES = UNIT // COLUMNS  # of each part of a query, beside each other
 TILE = 16  # keys of a register tile
-FAR_AHEAD = 4 * ROWS_AHEAD
+FAR_AHEAD = 4 * ROWS_AHEAD  # of rows whose places need not be looked up
 V = Vector(types.float32)
 BYTE = ir.IntType(8)
 BYTES = ir.VectorType(BYTE, UNIT)
@@ -388,13 +388,13 @@ def _has_nan(V_, starts, n, columns):
 def round_queries(Q, rows, depth, to):
     """Write ``rows`` rows of Q, of ``depth`` bfloat16 numbers each, for ``byte_products``.
 
-    Eight numbers, 128 bits, are repeated ``COPIES`` times before the next.
+    The numbers of a piece of 128 bits are repeated ``COPIES`` times before the next.
     """
-    bits = bits_of(Q)
-    for first in range(0, rows * depth, 8):
+    bits, numbers = bits_of(Q), PIECE // 16
+    for first in range(0, rows * depth, numbers):
         for copy in range(COPIES):
-            for x in range(8):
-                to[first * COPIES + copy * 8 + x] = to_bfloat16(bits[first + x])
+            for x in range(numbers):
+                to[first * COPIES + copy * numbers + x] = to_bfloat16(bits[first + x])
 
 
 @jit
