@@ -193,8 +193,9 @@ class Asking:
 
     def _wide(self, some: Sizes, taken: Sequence[Switches]) -> list[Graded]:
         """Return problems for each switch alone, with wider heads than in ``some``."""
-        sets = [(on, WIDE) for on in taken]
-        sets += [(on, WIDEST) for on in taken if on < {*OPTIONS} and len(on) == 1]
+        needed = frozenset.intersection(*taken)
+        alone = [on for on in taken if len(on - needed) == 1 and on - needed <= {*OPTIONS}]
+        sets = [*((on, WIDE) for on in taken), *((on, WIDEST) for on in alone)]
         problems = [crossed(on, replace(some, D=D), self.seed) for on, D in sets if some.D < D]
         return [replace(problem, family="sized") for problem in problems]
 
