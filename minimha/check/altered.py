@@ -251,11 +251,12 @@ def _lengths(change: Callable[[Prepared, Array, Any], Any]) -> Alter:
     )
 
 
-def _size(x: Prepared, block: Any) -> int:
-    """Return the size of a block, or of the problem's pages, which is 1 if it has none."""
-    if block != "page":
-        return int(block)
-    return np.shape(x.arguments["k"])[2] if x.arguments.get("block_table") is not None else 1
+def _rounded_up(x: Prepared, lengths: Array, block: Any) -> Array:
+    """Round up to whole blocks, or to the problem's pages if it has any."""
+    if block == "page":
+        is_paged = x.arguments.get("block_table") is not None
+        block = np.shape(x.arguments["k"])[2] if is_paged else 1
+    return np.asarray(-(-lengths // block) * block)
 
 
 def _masked(x: Prepared, given: Mapping[str, Any], seen: Array) -> dict[str, Any]:
@@ -373,7 +374,7 @@ ALTERATIONS: dict[str, Alter] = {
     "sink_exponentiated": _option("sinks", lambda x, a, _: np.exp(np.minimum(a, 80))),
     "lengths_one_too_long": _lengths(lambda x, L, more: L + more),
     "lengths_one_too_short": _lengths(lambda x, L, _: L - 1),
-    "lengths_rounded_up": _lengths(lambda x, L, page: -(-L // _size(x, page)) * _size(x, page)),
+    "lengths_rounded_up": _lengths(_rounded_up),
     "lengths_rounded_down": _lengths(lambda x, L, page: L // page * page),
     "lengths_lose_whole_page": _lengths(lambda x, L, page: np.where(L % page, L, L - page)),
     "lengths_batch_0_for_all": _lengths(lambda x, L, _: L[:1]),
@@ -429,26 +430,14 @@ def _from_first_row(x: Prepared, given: Mapping[str, Any], which: str) -> Mappin
     return {"q_offset": given.get("q_offset", 0) + (starts - keys)[:-1]}
 
 
-def _until_empty(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
-    """Leave out the keys of all sequences after the first one without queries or keys."""
-    starts = given.get("cu_seqlens_q")
-    if starts is None or given.get("block_table") is not None:
-        return {}
-    keys = np.asarray(given.get("cu_seqlens_k", starts))
-    is_over = np.logical_or.accumulate((np.diff(starts) == 0) | (np.diff(keys) == 0))
-    return {RANGES: (keys[:-1], np.where(is_over, keys[:-1], keys[1:]))}
-
-
 def _moved_borders(x: Prepared, given: Mapping[str, Any], more: Any) -> Mapping[str, Any]:
     """Move the borders between packed sequences, of queries and of keys that are as many.
 
     Or let the keys of a sequence begin where its queries do.
     """
-    starts = given.get("cu_seqlens_q")
     if more == "as queries":
-        if starts is None or "cu_seqlens_k" not in given:
-            return {}
-        return {RANGES: (starts[:-1], starts[:-1] + np.diff(given["cu_seqlens_k"]))}
+        return _as_queries(x, given, more)
+    starts = given.get("cu_seqlens_q")
     if starts is None or not np.array_equal(starts, given.get("cu_seqlens_k", starts)):
         return {}
     moved = np.array(starts)
@@ -456,27 +445,42 @@ def _moved_borders(x: Prepared, given: Mapping[str, Any], more: Any) -> Mapping[
     return {name: moved for name in ("cu_seqlens_q", "cu_seqlens_k") if name in given}
 
 
-def _read_on(x: Prepared, given: Mapping[str, Any], block: int) -> Mapping[str, Any]:
-    """Let each sequence have the keys of whole blocks, of which the last one may be the next's."""
-    starts = given.get("cu_seqlens_k", given.get("cu_seqlens_q"))
-    if starts is None or given.get("block_table") is not None:
-        return {}
-    first, ends = np.asarray(starts)[:-1], np.asarray(starts)[1:]
-    whole = first + -(-(ends - first) // block) * block
-    return {RANGES: (first, np.minimum(whole, starts[-1]))}
+def _ranges(change: Callable[[Array, Array, Any], tuple[Array, Array]]) -> Alter:
+    """Give packed sequences other keys: ``change(queries, keys, value)`` returns first and end.
+
+    ``queries`` and ``keys`` are where the sequences start, and the last one's end.
+    """
+
+    def alter(x: Prepared, given: Mapping[str, Any], value: Any) -> Mapping[str, Any]:
+        queries = given.get("cu_seqlens_q")
+        if queries is None or given.get("block_table") is not None:
+            return {}
+        keys = np.asarray(given.get("cu_seqlens_k", queries))
+        first, end = change(np.asarray(queries), keys, value)
+        return {RANGES: (first, np.minimum(end, keys[-1]))}
+
+    return alter
 
 
-def _first_sequences(
-    x: Prepared, given: Mapping[str, Any], value: tuple[str, int]
-) -> Mapping[str, Any]:
-    """Let each sequence after the first n have the keys, or the first key, of one of these."""
+_as_queries = _ranges(lambda queries, keys, _: (queries[:-1], queries[:-1] + np.diff(keys)))
+
+
+def _in_whole_blocks(queries: Array, keys: Array, block: int) -> tuple[Array, Array]:
+    """The keys of whole blocks, of which the last one may be the next sequence's."""
+    return keys[:-1], keys[:-1] + -(-np.diff(keys) // block) * block
+
+
+def _of_first_sequences(queries: Array, keys: Array, value: tuple[str, int]) -> tuple[Array, Array]:
+    """For sequences after the first n, the keys of one of these, or as many from its first on."""
     what, n = value
-    starts = given.get("cu_seqlens_k", given.get("cu_seqlens_q"))
-    if starts is None or given.get("block_table") is not None:
-        return {}
-    lengths, s = np.diff(starts), np.arange(len(starts) - 1) % n
-    first = np.asarray(starts)[s]
-    return {RANGES: (first, first + (lengths[s] if what == "all" else lengths))}
+    lengths, s = np.diff(keys), np.arange(len(keys) - 1) % n
+    return keys[s], keys[s] + (lengths[s] if what == "all" else lengths)
+
+
+def _until_empty(queries: Array, keys: Array, _: Any) -> tuple[Array, Array]:
+    """No keys for all sequences from the first one without queries or keys on."""
+    is_over = np.logical_or.accumulate((np.diff(queries) == 0) | (np.diff(keys) == 0))
+    return keys[:-1], np.where(is_over, keys[:-1], keys[1:])
 
 
 def _pages(change: Callable[[Array, Any], Any]) -> Alter:
@@ -646,14 +650,14 @@ ARRANGED: dict[str, Alter] = {
     "key_indices_count_twice": _counted,
     "sequences_unseparated": _one_sequence,
     "sequences_begin_wrongly": _moved_borders,
-    "sequences_end_in_whole_blocks": _read_on,
+    "sequences_end_in_whole_blocks": _ranges(_in_whole_blocks),
     "packed_positions_from_first_row": _from_first_row,
     "pages_of_entry_0": _pages(lambda table, _: np.repeat(table[:1], len(table), 0)),
     "pages_in_order": _option("block_table", _in_order),
     "page_size_wrong": _reread,
     "pages_repeat": _pages(lambda table, n: table[:, np.arange(table.shape[1]) % n]),
-    "sequences_repeat": _first_sequences,
-    "sequences_end_at_empty": _until_empty,
+    "sequences_repeat": _ranges(_of_first_sequences),
+    "sequences_end_at_empty": _ranges(_until_empty),
     "functions_ignore_offset": _indexed(lambda x, o, b, h, i, j: (b, h, i - o[b], j)),
     "functions_swap_positions": _indexed(lambda x, o, b, h, i, j: (b, h, j, i)),
     "functions_of_entry_0": _indexed(lambda x, o, b, h, i, j: (0 * b, h, i, j)),

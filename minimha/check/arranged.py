@@ -190,14 +190,12 @@ def _starts(lengths: Any) -> Any:
 
 def _packed(seed: int, D: int) -> Iterator[Graded]:
     """Yield problems with packed sequences, with as many keys as queries, and with more."""
-    many = 1 + np.arange(40) % 3
-    for queries, keys, words in (
-        (QUERIES, QUERIES, "as many keys"), (QUERIES, KEYS, "more keys"),
-        (QUERIES, KEYS[::-1], "other keys"), (many, many[::-1] + 2, "40 sequences"),
-        (QUERIES, KEYS * [1, 0, 1], "no keys in a sequence"),
+    many, some = 1 + np.arange(40) % 3, ((), ("is_causal",), ("groups",))
+    for queries, keys, words, rows in (
+        (QUERIES, QUERIES, "as many keys", some), (QUERIES, KEYS, "more keys", ((), *CROSSED)),
+        (QUERIES, KEYS[::-1], "other keys", some), (many, many[::-1] + 2, "40 sequences", some),
+        (QUERIES, KEYS * [1, 0, 1], "no keys in a sequence", ((), ("return_lse",))),
     ):  # fmt: skip
-        rows = [(), *CROSSED] if words == "more keys" else [(), ("is_causal",), ("groups",)]
-        rows = rows if keys.all() else [(), ("return_lse",)]
         for on in rows:
             name = ", ".join([words, *on])
             draw = Draw(f"packed {name} {seed}")

@@ -79,9 +79,9 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     block = d.get("causal_loop_ignores_offset", x.Lk)
     seen = (j <= p + ahead) & (x.j < (x.i // block + 1) * block)
     if "causal_masked_in_last_block" in d:
-        B_r, B_c, *masked = d["causal_masked_in_last_block"]
+        B_r, B_c, masked = (*d["causal_masked_in_last_block"], 1)[:3]
         last_block = np.minimum(_last_row(x, B_r) + first, x.Lk - 1) // B_c
-        seen = seen | (x.j // B_c <= last_block - (masked or [1])[0])
+        seen = seen | (x.j // B_c <= last_block - masked)
     if "causal_ignored_in_tail" in d:  # of at least one whole tile
         whole = x.Lq // d["causal_ignored_in_tail"] * d["causal_ignored_in_tail"]
         seen = seen | ((x.i >= whole) & (whole > 0))
@@ -150,21 +150,34 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     return np.asarray(seen)
 
 
-def from_window(x: Prepared, given: Prepared, begin: str) -> tuple[Prepared, Array]:
-    """Let positions of keys count from the first page of the window, and say which pages are read.
+def from_window(
+    x: Prepared, given: Prepared, d: Mapping[str, Any]
+) -> tuple[Prepared, Prepared, Array]:
+    """Return x as positions and as lengths see its keys, and which keys are read.
 
-    The first key there is at position 0, or at that of the window's left side. Lengths count so,
-    too, only in the latter case. ``given`` is the problem with its pages.
+    These differ if positions count from the window's first page, whose first key is at position 0,
+    or at that of the window's left side; then lengths count so, too. ``given`` has the pages.
     """
     left, _ = given.given.get("window_size") or (None, None)
-    if left is None or given.arguments.get("block_table") is None:
-        return x, ALL
+    table = given.arguments.get("block_table")
+    if "pages_from_window" not in d or left is None or table is None:
+        return x, x, ALL
     size = np.shape(given.arguments["k"])[2]
     start = np.clip(x.offset - left, 0, x.lengths)
     first = start // size * size
-    moved = copy(x)
-    moved.j = x.j - first + (start if begin == "left side" else 0)
-    return moved, np.asarray(x.j >= first)
+    is_read, moved = np.asarray(x.j >= first), copy(x)
+    if d["pages_from_window"] == "0":
+        moved.j = x.j - first
+        return moved, x, is_read
+    moved.j = x.j - first + start
+    return moved, moved, is_read
+
+
+def last_for_none(x: Prepared, indices: Any) -> Array:
+    """Return the last key, for queries one of whose ``indices`` is -1, as (B, H or 1, Lq, Lk)."""
+    has_none = np.asarray((np.asarray(indices) < 0).any(-1))
+    heads = x.heads if has_none.shape[1] > 1 else [0]
+    return np.asarray(has_none[:, heads, :, None] & (x.j == x.Lk - 1))
 
 
 def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:

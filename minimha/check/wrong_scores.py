@@ -110,19 +110,13 @@ class Scores:
 
     def look(self) -> None:
         """Set three masks: the keys left visible by positions, by lengths and by the mask."""
-        x, begun = self.x, visible.ALL
-        if "pages_from_window" in self.d:
-            x, begun = visible.from_window(x, self.right, self.d["pages_from_window"])
-        self.by_positions = visible.by_positions(x, self.d) & begun
-        is_moved = self.d.get("pages_from_window") == "left side"
-        self.by_lengths = visible.by_lengths(x if is_moved else self.x, self.d)
+        x, of_lengths, read = visible.from_window(self.x, self.right, self.d)
+        self.by_positions = visible.by_positions(x, self.d) & read
+        self.by_lengths = visible.by_lengths(of_lengths, self.d)
         mask = self.x.problem.attn_mask
         self.by_mask = visible.ALL if mask is None else mask
         if self.d.get("key_indices_pick_by_minus_1", "") == "last, whatever hides it":
-            picks = np.asarray(self.right.arguments["key_indices"])
-            heads = self.x.heads if picks.shape[1] > 1 else [0]
-            has_none = np.asarray((picks < 0).any(-1))
-            shown = has_none[:, heads, :, None] & (self.x.j == self.x.Lk - 1)
+            shown = visible.last_for_none(self.x, self.right.arguments["key_indices"])
             self.by_positions, self.by_lengths = self.by_positions | shown, self.by_lengths | shown
             self.by_mask = self.by_mask | shown
         if "mask_ignored_before_diagonal" in self.d:
