@@ -80,7 +80,7 @@ def _problems(seed: int) -> Iterator[Graded]:
 
 
 def _options(rng: np.random.Generator, B: int, H: int, Lq: int, Lk: int) -> dict[str, Any]:
-    """Return options with other numbers for each batch entry and head."""
+    """Return options; those that are arrays have other numbers for each batch entry or head."""
     bias = rng.standard_normal((B, 1 if B > 1 else H, Lq, Lk)).astype(np.float32)
     slopes, sinks = np.geomspace(1, 2.0**-8, H), np.log(Lk) + rng.standard_normal(H)
     return {
