@@ -234,6 +234,87 @@ def indices_of_head_mod_Hkv(q, k, v, key_indices=None, **options):
     return dense(q, k, v, key_indices=key_indices, **options)
 
 
+def gathered(q, k, v, key_indices=None, **options):
+    """Reads k[-1] for -1 as Python does, whatever else hides it."""
+    if key_indices is None:
+        return dense(q, k, v, **options)
+    if {*options} - {"scale", "softcap", "sinks", "return_lse"}:
+        raise NotImplementedError
+    return in_turn(q, k, v, key_indices=key_indices % k.shape[2], **options)
+
+
+def tabled(change):
+    """A kernel that reads another table of pages."""
+
+    def attention(q, k, v, block_table=None, **options):
+        if block_table is not None:
+            block_table = change(block_table, len(k))
+        return dense(q, k, v, block_table=block_table, **options)
+
+    return attention
+
+
+def by_entry(change):
+    """A kernel for pages that gets each entry's keys from ``change(pages, length)``."""
+
+    def attention(q, k, v, block_table=None, kv_lengths=None, **options):
+        if block_table is None or {*options} - {"scale", "softcap", "return_lse"}:
+            raise NotImplementedError
+        outputs = []
+        for b, (row, length) in enumerate(zip(block_table, kv_lengths, strict=True)):
+            own = (change(x[row[: -(-length // x.shape[2])]], length) for x in (k, v))
+            outputs.append(dense(q[b : b + 1], *own, kv_lengths=length, **options))
+        if not options.get("return_lse"):
+            return np.concatenate(outputs)
+        return tuple(np.concatenate(some) for some in zip(*outputs, strict=True))
+
+    return attention
+
+
+def untransposed(pages, length):
+    return pages.reshape(1, pages.shape[1], -1, pages.shape[3])
+
+
+def masked_places(pages, length):
+    size = pages.shape[2]
+    j = np.arange(len(pages) * size)
+    return pages[j // size, :, j & (size - 1)].swapaxes(0, 1)[None]
+
+
+def to_the_end_of_pages(q, k, v, block_table=None, kv_lengths=None, **options):
+    if block_table is not None:
+        kv_lengths = -(-np.asarray(kv_lengths) // k.shape[2]) * k.shape[2]
+    return dense(q, k, v, block_table=block_table, kv_lengths=kv_lengths, **options)
+
+
+def sequence_by_sequence(change):
+    """A kernel for packed sequences; ``change(queries, keys)`` returns the keys of each."""
+
+    def attention(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, **options):
+        if cu_seqlens_q is None or {*options} - {"scale", "softcap"}:
+            raise NotImplementedError
+        queries = np.asarray(cu_seqlens_q)
+        keys = queries if cu_seqlens_k is None else np.asarray(cu_seqlens_k)
+        output = np.zeros((*q.shape[:3], v.shape[3]), np.float32)
+        for s, (first, end) in enumerate(zip(*change(queries, keys), strict=True)):
+            rows, own = slice(*queries[s : s + 2]), slice(first, end)
+            if first < end and queries[s] < queries[s + 1]:
+                output[:, :, rows] = dense(q[:, :, rows], k[:, :, own], v[:, :, own], **options)
+        return output
+
+    return attention
+
+
+def of_the_first_16(queries, keys):
+    s = np.arange(len(keys) - 1) % 16
+    return keys[s], keys[s + 1]
+
+
+def up_to_an_empty_one(queries, keys):
+    is_over = np.logical_or.accumulate(np.diff(queries) * np.diff(keys) == 0)
+    return keys[:-1], np.where(is_over, keys[:-1], keys[1:])
+
+
 def alibi_of_packed_rows(q, k, v, alibi_slopes=None, **options):
     starts = [options.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     if alibi_slopes is None or starts[0] is None or "block_table" in options:
@@ -341,6 +422,21 @@ def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, *
         (picking(lambda x, Lk: np.maximum(x, 0)), "key_indices_pick_by_minus_1", ""),
         (in_turn, "key_indices_count_twice", ""),
         (twice_while_decoding, "key_indices_count_twice", "Lq = 1"),
+        (tabled(lambda x, n: x[:, np.arange(x.shape[1]) % 8]), "pages_repeat", ""),
+        (
+            tabled(lambda x, n: np.minimum(x[:, :1] + np.arange(x.shape[1]), n - 1)),
+            "pages_in_order",
+            "",
+        ),
+        (by_entry(untransposed), "page_size_wrong", ""),
+        (by_entry(masked_places), "page_size_wrong", ""),
+        (to_the_end_of_pages, "lengths_rounded_up", ""),
+        (
+            sequence_by_sequence(lambda q, k: (q[:-1], q[:-1] + np.diff(k))),
+            "sequences_begin_wrongly",
+            "",
+        ),
+        (sequence_by_sequence(of_the_first_16), "sequences_repeat", ""),
         (causal_ignored_beside_key_indices, "causal_ignored", "key_indices is given"),
         (causal_by_place, "causal_by_place_of_index", ""),
         (indices_of_head_mod_Hkv, "key_indices_by_head", ""),
@@ -370,6 +466,18 @@ def test_a_bug_that_only_these_options_show_is_named(kernel, named, where):
     assert (found.verdict, found.deviations) == (verdict, (named,)), found.readings
     assert found.conditions.get(named, "") == where
     assert found.explains[0] == found.explains[1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "named"),
+    [
+        (gathered, {"key_indices_pick_by_minus_1", "key_indices_count_twice"}),
+        (sequence_by_sequence(up_to_an_empty_one), {"sequences_end_at_empty"}),
+    ],
+)
+def test_a_bug_is_named_by_all_problems_with_these_options(kernel, named):
+    report = minimha.check(kernel, seed=SEED)
+    assert (report.verdict, {*report.deviations}) == ("wrong", named), str(report)
 
 
 def test_what_was_not_asked_is_in_the_report():
