@@ -77,6 +77,10 @@ class CausalCache(ABC):
             )
         added = _chunk_lengths(lengths, len(self._lengths), L)
         self._write(*stored_as(arrays, stored[0].dtype, added), added=added)
+        self.count(added, L)
+
+    def count(self, added: Integers, L: int) -> None:
+        """Count ``added`` tokens (B,) of a chunk of L, whose keys and values are stored already."""
         self._chunk = self._lengths, L
         self._lengths = self._lengths + added
 
@@ -240,15 +244,27 @@ class KVCache(CausalCache):
     def _stored(self) -> tuple[Array, Array]:
         return self._arrays[0], self._arrays[1]
 
-    def _write(self, *chunk: Array, added: Integers) -> None:
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Keys, values and, with 8 bits, their scales: (B, Hkv, slots, D), …; not copies."""
+        return self._arrays
+
+    def make_room(self, added: Integers) -> Integers:
+        """Return the slot (B,) of each sequence's next token, with room for ``added`` (B,) tokens.
+
+        Raises ValueError if they exceed the free capacity.
+        """
         self._check_capacity(added)
         stops = self._lengths + added
         if (stops - self._base).max() > self._arrays[0].shape[2]:
             self._slide()
-        for b, (start, count) in enumerate(zip(self._lengths - self._base, added, strict=True)):
+        self._first = np.maximum(self._first, stops - self.capacity)
+        return np.asarray(self._lengths - self._base)
+
+    def _write(self, *chunk: Array, added: Integers) -> None:
+        for b, (start, count) in enumerate(zip(self.make_room(added), added, strict=True)):
             for array, new in zip(self._arrays, chunk, strict=True):
                 array[b, :, start : start + count] = new[b, :, :count]
-        self._first = np.maximum(self._first, stops - self.capacity)
 
     def _visible(self) -> tuple[Array, Array, dict[str, Any]]:
         slots = self._slots()

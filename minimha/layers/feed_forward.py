@@ -142,7 +142,7 @@ class FeedForward:
         else:
             y_gate = y_in = None
             if tap is no_tap:
-                y_gate, y_in = self._joined.products(x)
+                y_gate, y_in = self.joined.products(x)
             gate = tap("gate_input", self._linear("gate", x, tap, y_gate))
             if self.limit is not None:
                 gate = tap("gate_limited", np.minimum(gate, x.dtype.type(self.limit)))
@@ -155,7 +155,7 @@ class FeedForward:
         return np.asarray(tap("feed_forward", self._linear("out", inner, tap)))
 
     @cached_property
-    def _joined(self) -> Joined:
+    def joined(self) -> Joined:
         assert self.W_gate is not None
         return Joined(self.W_gate, self.W_in)
 

@@ -60,7 +60,7 @@ class Joined:
         groups: dict[Any, list[int]] = {}
         for n, W in enumerate(matrices):
             groups.setdefault(_kind(W) or n, []).append(n)
-        self._groups = [_Group(tuple(matrices[n] for n in some), some) for some in groups.values()]
+        self.groups = [Group(tuple(matrices[n] for n in some), some) for some in groups.values()]
 
     def __reduce__(self) -> tuple[type[Joined], tuple[Array | Stored, ...]]:
         return Joined, self.matrices  # addresses are those of this process
@@ -68,7 +68,7 @@ class Joined:
     def products(self, x: Array) -> list[Array]:
         """Return the product of x (..., L, rows) and each matrix, as ``product`` does."""
         rows, found = x.reshape(-1, x.shape[-1]), dict[int, Array]()
-        for group in self._groups:
+        for group in self.groups:
             y = group.product(rows)
             if y is None:
                 each = [product(rows, W.astype(x.dtype, copy=False)) for W in group.matrices]
@@ -78,7 +78,16 @@ class Joined:
         return [found[n].reshape(*x.shape[:-1], W.shape[1]) for n, W in enumerate(self.matrices)]
 
 
-class _Group:
+    def has_kernels(self) -> bool:
+        """Return whether kernels multiply one row by all matrices, as far as that is worth it."""
+        row = np.empty((1, 0), np.float32)
+        names = {_format(row, W) for W in self.matrices}
+        return None not in names and all(
+            auto.worthwhile(KERNEL, name, 0.0, compiling=COMPILING, kind=name) for name in names if name
+        )
+
+
+class Group:
     """Matrices of one kind among those of ``Joined``, at ``numbers`` there."""
 
     def __init__(self, matrices: tuple[Array | Stored, ...], numbers: list[int]) -> None:
@@ -139,14 +148,14 @@ def _format(rows: Array, W: Array | Stored) -> str | None:
     return "float32" if is_read and len(rows) <= DECODING else None
 
 
-def _by_kernel(name: str, rows: Array, W: Array | Stored | _Group) -> Array | None:
+def _by_kernel(name: str, rows: Array, W: Array | Stored | Group) -> Array | None:
     """Return the product computed by a kernel, or None if preparing it is not worth it yet."""
     seconds = len(rows) * W.size / READ + (0 if name == "float32" else W.size / WIDENED)
     kernel: Any = auto.worthwhile(KERNEL, name, seconds, compiling=COMPILING, kind=name)
     if kernel is None:
         return None
     try:
-        return np.asarray(kernel.product(rows, W.of_kernel(kernel) if type(W) is _Group else W))
+        return np.asarray(kernel.product(rows, W.of_kernel(kernel) if type(W) is Group else W))
     except kernel.CompilationFailed as error:
         auto.give_up(error)
         return None

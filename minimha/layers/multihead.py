@@ -266,7 +266,7 @@ class MultiHeadAttention(Projections):
         tap = safe_tap(tap)
         y_q = y_k = y_v = None
         if tap is no_tap and x is key_source is value_source:
-            y_q, y_k, y_v = self._joined.products(x)
+            y_q, y_k, y_v = self.joined.products(x)
         return (
             self._project("q", x, self.num_heads, tap, y_q),
             self._project("k", key_source, self.num_kv_heads, tap, y_k),

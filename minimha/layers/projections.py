@@ -68,7 +68,7 @@ class Projections:
     b_o: Array
     dtype: np.dtype[Any]
     _is_combined = True  # False after from_heads
-    _joined: Joined  # W_q, W_k and W_v
+    joined: Joined  # W_q, W_k and W_v
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Projections:
         """Set an attribute, and check the array if it is a weight."""
         super().__setattr__(name, self._fitting(name, value) if name in WEIGHTS else value)
         if name in ("W_q", "W_k", "W_v") and hasattr(self, "W_v"):
-            self._joined = Joined(self.W_q, self.W_k, self.W_v)
+            self.joined = Joined(self.W_q, self.W_k, self.W_v)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

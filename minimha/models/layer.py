@@ -24,6 +24,7 @@ from minimha.layers.feed_forward import FeedForward
 from minimha.layers.latent import LatentAttention, LatentCache
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import Norm
+from minimha.models import decoding
 from minimha.models.experts import Experts
 
 Array = NDArray[Any]
@@ -110,6 +111,10 @@ class Layer:
         Attention with a ``cache`` is always causal. ``options`` are passed to
         ``self.attention``.
         """
+        if tap is no_tap and cache is not None and options.keys() <= {"backend"}:
+            y = decoding.attended(self, x, cache, options.get("backend", "auto"))
+            if y is not None:
+                return y
         inner, options["cache"] = renamed(tap, x=None), cache
         if isinstance(self.attention, GatedDeltaNet):
             backend, inner = options.get("backend", "auto"), renamed(inner, **DELTA_STEPS)
@@ -161,6 +166,10 @@ class Layer:
 
         If ``source`` (B, L, E) is given, a pre-norm layer returns x + f(norm(source)).
         """
+        if tap is no_tap:
+            fed = decoding.fed(self, x, source)
+            if fed is not None:
+                return fed
         norm = self.feed_forward_norm
         if not self.norm_first:
             assert norm is not None  # a layer whose norms come last has them

@@ -171,6 +171,24 @@ class Kernel:
         return f"{self.function.__name__}-{storage.name}"
 
 
+class Ready(NamedTuple):
+    """A call of a kernel on fixed arrays, which compiled code can repeat.
+
+    Before each call, the integers of ``line`` from ``counters`` on must be 0. Afterwards,
+    ``line[counters + NONFINITE]`` is 1 if the output is not finite. ``q_offset`` and ``kv_lengths``
+    (B,) are read anew. ``held`` keeps alive what ``line`` points to.
+    """
+
+    address: int
+    line: array[int]
+    counters: int
+    workers: int
+    O: NDArray[Any]
+    q_offset: NDArray[np.int64]
+    kv_lengths: NDArray[np.int64]
+    held: Any
+
+
 class Plan:
     """A reusable call of a kernel for problems of equal shapes, strides, dtypes and options.
 
@@ -299,6 +317,21 @@ class Plan:
                     again, _, _ = self._launch(line, q, k, small, called)
                     O = np.where(np.isfinite(O), O, again / factor)
         return O, L
+
+    def ready(self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> Ready:
+        """Return a call on these arrays, which the kernel reads in place.
+
+        Outputs that are not finite are not computed again, as in ``run``.
+        """
+        memory = np.empty(self._size + PAGE, np.uint8)
+        memory = memory[-address(memory) % PAGE :]
+        O, L = np.empty(self.shape, self._result), np.empty(self._rows, self.compute)
+        arrays, line = (q, k, v, O, L, memory), self._line[:]
+        HEADERS.pack_into(line, 0, *map(id, arrays))
+        at, lengths = self._held["q_offset"], self._held["kv_lengths"]
+        return Ready(
+            self._kernel.address, line, self._counters, self.workers, O, at, lengths, (self, arrays)
+        )
 
     def _line_with(self, scales: Sequence[NDArray[Any]]) -> array[int]:
         """Return a copy of the plan's line with the addresses of ``scales``, if there are any."""

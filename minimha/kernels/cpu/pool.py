@@ -237,16 +237,18 @@ class Pool:
 
     def run(self, kernel: int, arguments: int, workers: int) -> None:
         """Run the kernel at address ``kernel`` in up to ``workers`` threads, including this one."""
-        if workers > len(self._helpers) + 1:
-            self._start(workers - 1)
+        self.start(workers)
         if not HAS_FUTEX:
             for _ in range(workers - 1):
                 self._bell.put(None)
         self._run.call(self.words, kernel, arguments, workers, self.spins)
 
-    def _start(self, helpers: int) -> None:
+    def start(self, workers: int) -> None:
+        """Start as many helpers as a job with ``workers`` threads can use."""
+        if workers <= len(self._helpers) + 1:
+            return
         with self._lock:
-            while len(self._helpers) < min(helpers, MOST):
+            while len(self._helpers) < min(workers - 1, MOST):
                 if not os_threads.start(self._helper, self._helpers):
                     return  # fewer threads suffice
 

@@ -623,16 +623,38 @@ def _packed(x: Array, size: int) -> Array:
     return np.concatenate(groups)
 
 
-def _run(
+class Job(NamedTuple):
+    """A product that is ready to run: the kernel, its line, and the number of threads.
+
+    Before each run, the integer at address ``line[COUNTER]`` must be 0. ``held`` has what must
+    stay alive.
+    """
+
+    kernel: Compiled
+    line: array[int]
+    workers: int
+    held: Any
+
+
+def job_of_row(weights: Weights, x: Array, y: Array) -> Job:
+    """Return the job that computes y (1, N), in the order of ``weights.starts``, of one row.
+
+    x is (1, K), contiguous, followed by zeros up to whole units.
+    """
+    does = BY_ROWS if weights.is_by_rows else FEW
+    return _job(compile(weights.name), weights, x, y, does, None, weights.is_rounded)
+
+
+def _job(
     kernel: Compiled, W: Weights, x: Array, y: Array, job: int, shared: Any, is_reduced: bool
-) -> None:
-    """Do a job, with as many threads as it is worth."""
+) -> Job:
+    """Return a job that does ``job``, with as many threads as it is worth."""
     N, rows = y.shape[1], len(y)
     K = x.shape[1] if job in (PACK, PACK_PAIRS, BY_ROWS) else W.columns
     workers = get_num_threads() if N * K * rows >= WORTH_SHARING else 1
     chunk, lanes = CHUNK, -(-rows // LANES) * LANES
     if job == FEW:
-        room = TAIL + 4 * TOGETHER * (8 + -(-K // UNIT) * UNIT)
+        room = TAIL + (0 if rows <= 2 else 4 * TOGETHER * (8 + -(-K // UNIT) * UNIT))
     elif job == BY_ROWS:
         most, unit = PIECE if rows < FEW_ROWS else PIECE_OF_MANY, max(UNIT, UNITS[W.name][0])
         tasks = workers * -(-N // (most * workers))  # of equal size
@@ -653,6 +675,13 @@ def _run(
     ))  # fmt: skip
     at, _ = line.buffer_info()
     line[COUNTER] = at + 8 * AT
+    return Job(kernel, line, workers, memory)
+
+
+def _run(*given: Any) -> None:
+    """Do the job that ``_job`` returns for the same arguments."""
+    kernel, line, workers, memory = _job(*given)
+    at, _ = line.buffer_info()
     if workers == 1:
         kernel.call(at, 0)
     else:

@@ -447,7 +447,7 @@ def _array_at(item):
 
 
 floats_at, integers_at, bytes_at = map(_array_at, (types.float32, types.int64, types.uint8))
-halves_at, words_at = map(_array_at, (types.uint16, types.uint32))
+halves_at, words_at, doubles_at = map(_array_at, (types.uint16, types.uint32, types.float64))
 
 
 def splitter(parts):

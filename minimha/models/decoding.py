@@ -1,0 +1,265 @@
+"""Compute the sublayers of one token with compiled code, which leaves out all steps of Python.
+
+``attended`` and ``fed`` return what ``Layer.attend`` and ``Layer.feed`` compute step by step, up to
+rounding. They return None for a layer, cache or token that the compiled code does not take, and as
+long as preparing that code is not worth it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.problem import Problem
+from minimha.kernels import auto
+from minimha.layers.cache import KVCache
+from minimha.layers.feed_forward import FeedForward
+from minimha.layers.linear import Joined
+from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.norms import LayerNorm, Norm
+from minimha.layers.rope import RoPE
+
+if TYPE_CHECKING:
+    from minimha.models.layer import Layer
+
+Array = NDArray[Any]
+KERNEL, ATTENTION = "minimha.kernels.cpu.sublayer", "minimha.kernels.cpu.backend"
+SAVED, COMPILING = 2e-4, 4.0  # seconds per call, and once
+FLOAT32, ONE, NO_ANGLES = np.dtype(np.float32), np.ones(1, np.int64), (np.empty(0), np.empty(0))
+
+
+class Attending(NamedTuple):
+    """A program for the attention of one layer to the keys of one cache.
+
+    ``parts`` are the layer and the attributes of its attention when the program was made.
+    ``places`` has the address of slot 0 of the keys and of the values, and the bytes of a slot.
+    """
+
+    program: Any
+    ready: Any
+    parts: tuple[Any, ...]
+    places: list[tuple[int, int]]
+
+
+# A program serves one thread at a time, which removes it meanwhile. Copies of caches and layers
+# have no programs, because these hold addresses.
+_of_caches: WeakKeyDictionary[KVCache, Attending] = WeakKeyDictionary()
+_of_feed_forwards: WeakKeyDictionary[FeedForward, list[Any]] = WeakKeyDictionary()
+_refused: WeakSet[Any] = WeakSet()  # attention and feed-forwards without a program
+
+
+def attended(layer: Layer, x: Array, cache: Any, backend: str) -> Array | None:
+    """Return ``layer.attend`` of one token x (1, 1, E) and append it to ``cache``, or return None.
+
+    Raises ValueError if the cache is full.
+    """
+    attention: Any = layer.attention
+    if type(cache) is not KVCache or not _is_one_token(x) or attention in _refused:
+        return None
+    if backend not in ("auto", "cpu"):
+        return None
+    parts = (layer, *vars(attention).values())
+    found = _of_caches.pop(cache, None)
+    if found is None or not found.program.is_current() or not _are(parts, found.parts):
+        found = _attending(layer, cache, parts)
+        if found is None:
+            return None
+    program, ready = found.program, found.ready
+    position, slot = int(cache.lengths[0]), int(cache.make_room(ONE)[0])
+    ready.q_offset[0], ready.kv_lengths[0] = slot, slot + 1
+    angles = NO_ANGLES if attention.rope is None else _angles(attention.rope, position)
+    places = (first + slot * nbytes for first, nbytes in found.places)
+    y = np.empty_like(x)
+    is_finite = program.run(x, x, y, *angles, *places)
+    _of_caches[cache] = found
+    if not is_finite:  # values may have overflowed, which attention computes in another way
+        return None
+    cache.count(ONE, 1)
+    return y
+
+
+def fed(layer: Layer, x: Array, source: Array | None) -> Array | None:
+    """Return ``layer.feed`` of one token x (1, 1, E), or None."""
+    feed_forward: Any = layer.feed_forward
+    if not _is_one_token(x) or feed_forward in _refused:
+        return None
+    free = _of_feed_forwards.setdefault(feed_forward, [])
+    norms = layer.feed_forward_norm, layer.feed_forward_output_norm
+    program, made_for = free.pop() if free else (None, ())
+    if program is None or not program.is_current() or not _are(norms, made_for):
+        program = _feeding(layer, x.shape[-1])
+        if program is None:
+            return None
+    y = np.empty_like(x)
+    program.run(x if source is None else source, x, y)
+    free.append((program, norms))
+    return y
+
+
+def _attending(layer: Layer, cache: KVCache, parts: tuple[Any, ...]) -> Attending | None:
+    """Return the program of a layer's attention, or None if there is none."""
+    attention: Any = layer.attention
+    if not _takes_attention(layer):
+        _refused.add(attention)
+    keys, values = cache.arrays[:2]
+    if attention in _refused or keys.dtype != FLOAT32 or len(keys) > 1:
+        return None
+    joined = attention.joined, Joined(attention.W_o)
+    kernel = _kernel(*joined)
+    if kernel is None:
+        return None
+    H, Hkv, D = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    program = kernel.Program()
+    x = _normed(program, kernel.X, layer.attention_norm, attention.d_model)
+    q, k, v = program.products(x, joined[0].groups)
+    if attention.bias:
+        for row, bias in ((q, attention.b_q), (k, attention.b_k), (v, attention.b_v)):
+            program.add(row, bias)
+    q, k = (_normed_heads(program, attention, *each) for each in (("q", q, H), ("k", k, Hkv)))
+    rope = attention.rope
+    if rope is not None:
+        for row, heads in ((q, H), (k, Hkv)):
+            program.rotate(row, heads, rope.width // 2, rope.interleaved)
+    program.store(k, kernel.KEY, Hkv, D, keys.strides[1])
+    program.store(v, kernel.VALUE, Hkv, attention.value_dim, values.strides[1])
+    problem = Problem.of(
+        q.reshape(1, H, 1, D), keys, values, is_causal=True, q_offset=[0], kv_lengths=[1],
+        window_size=None if cache.window is None else (cache.window - 1, 0), scale=layer.scale,
+        softcap=layer.softcap, sinks=layer.sinks,
+    )  # fmt: skip
+    backend: Any = auto.worthwhile(ATTENTION, problem, 0.0)
+    if backend is None:
+        return None
+    ready = backend.plan(problem).ready(problem.q, keys, values)
+    (output,) = program.products(program.attention(ready), joined[1].groups)
+    if attention.bias:
+        program.add(output, attention.b_o)
+    _finish(program, kernel, output, layer.attention_output_norm)
+    places = [(program.place(x), x.strides[2]) for x in (keys, values)]
+    return Attending(program, ready, parts, places)
+
+
+def _feeding(layer: Layer, E: int) -> Any:
+    """Return the program of a layer's feed-forward, or None if there is none."""
+    f: Any = layer.feed_forward
+    if not _takes_feed_forward(layer):
+        _refused.add(f)
+        return None
+    norms = layer.feed_forward_norm, layer.feed_forward_output_norm
+    first = Joined(f.W_in) if f.W_gate is None else f.joined
+    joined = first, Joined(f.W_out)
+    kernel = _kernel(*joined)
+    if kernel is None:
+        return None
+    program = kernel.Program()
+    x = _normed(program, kernel.X, norms[0], E)
+    *gate, factor = program.products(x, first.groups)
+    if f.b_in is not None:
+        program.add(factor, f.b_in)
+    if gate and f.b_gate is not None:
+        program.add(gate[0], f.b_gate)
+    operands = (gate[0], factor) if gate else (factor, None)
+    hidden = program.activated(f.activation, *operands)
+    (output,) = program.products(hidden, joined[1].groups)
+    if f.b_out is not None:
+        program.add(output, f.b_out)
+    _finish(program, kernel, output, norms[1])
+    return program
+
+
+def _takes_feed_forward(layer: Layer) -> bool:
+    """Return whether a program can compute this layer's feed-forward."""
+    f, norms = layer.feed_forward, (layer.feed_forward_norm, layer.feed_forward_output_norm)
+    if type(f) is not FeedForward or not layer.norm_first or f.limit is not None:
+        return False
+    return all(map(_is_read, (f.b_in, f.b_out, f.b_gate, *_rows_of(*norms))))
+
+
+def _takes_attention(layer: Layer) -> bool:
+    """Return whether a program can compute this layer's attention."""
+    attention = layer.attention
+    if type(attention) is not MultiHeadAttention or not layer.norm_first:
+        return False
+    if attention.clip is not None or attention.gate is not None:
+        return False
+    rope, norms = attention.rope, (layer.attention_norm, layer.attention_output_norm)
+    if rope is not None and (type(rope) is not RoPE or rope.is_dynamic):
+        return False
+    named = ("b_q", "b_k", "b_v", "b_o", "g_q", "g_k", "s_q", "s_k")
+    rows = (getattr(attention, name, None) for name in named)
+    return all(map(_is_read, (*rows, *_rows_of(*norms))))
+
+
+def _kernel(*joined: Joined) -> Any:
+    """Return the compiled code, or None as long as preparing it or a matrix is not worth it."""
+    if not all(each.has_kernels() for each in joined):
+        return None
+    kernel: Any = auto.worthwhile(KERNEL, None, SAVED, compiling=COMPILING, kind="sublayer")
+    if kernel is None:
+        auto.spent(SAVED, "sublayer")
+        return None
+    try:
+        kernel.compile()
+    except kernel.CompilationFailed as error:
+        auto.give_up(error)
+        return None
+    return kernel if kernel.IS_POSSIBLE else None
+
+
+def _normed(program: Any, x: int, norm: Norm | None, E: int) -> Array:
+    if norm is None:
+        return np.asarray(program.copied(x, E))
+    return _by_norm(program, x, norm, E)
+
+
+def _by_norm(program: Any, x: Any, norm: Norm, E: int) -> Array:
+    shift = norm.bias if isinstance(norm, LayerNorm) else None
+    return np.asarray(program.norm(x, E, norm.gain, shift, norm.epsilon))
+
+
+def _normed_heads(
+    program: Any, attention: MultiHeadAttention, name: str, x: Array, heads: int
+) -> Array:
+    """Append the norm of queries or keys; see ``MultiHeadAttention``."""
+    if attention.qk_norm is None:
+        return x
+    gain, shift = getattr(attention, f"g_{name}"), getattr(attention, f"s_{name}", None)
+    rows = 1 if attention.qk_norm == "full" else heads
+    return np.asarray(program.norm(x, x.size // rows, gain, shift, attention.epsilon, rows))
+
+
+def _finish(program: Any, kernel: Any, output: Array, norm: Norm | None) -> None:
+    """Append y = r + output, with the output normalised if there is a norm."""
+    if norm is not None:
+        output = _by_norm(program, output, norm, output.size)
+    program.add(kernel.R, output, kernel.Y)
+
+
+def _are(parts: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return len(parts) == len(others) and all(map(is_, parts, others))
+
+
+def _is_one_token(x: Array) -> bool:
+    return x.shape[:2] == (1, 1) and x.dtype == FLOAT32 and bool(x.flags.c_contiguous)
+
+
+def _is_read(row: Array | None) -> bool:
+    """Return whether the program can read a bias or gain in place."""
+    return row is None or bool(row.dtype == FLOAT32 and row.flags.c_contiguous and row.flags.aligned)
+
+
+def _rows_of(*norms: Norm | None) -> list[Array]:
+    found = [norm.gain for norm in norms if norm is not None]
+    return [*found, *(norm.bias for norm in norms if isinstance(norm, LayerNorm))]
+
+
+@lru_cache(4)
+def _angles(rope: RoPE, position: int) -> tuple[Array, Array]:
+    """Return cos and sin (R/2,) of a token's angles, float64, for all layers."""
+    cos, sin = rope.tables([position])
+    return np.ascontiguousarray(cos[0]), np.ascontiguousarray(sin[0])
