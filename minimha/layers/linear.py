@@ -77,14 +77,11 @@ class Joined:
             found.update(zip(group.numbers, each, strict=True))
         return [found[n].reshape(*x.shape[:-1], W.shape[1]) for n, W in enumerate(self.matrices)]
 
-
     def has_kernels(self) -> bool:
-        """Return whether kernels multiply one row by all matrices, as far as that is worth it."""
+        """Return whether kernels would multiply one row by all matrices."""
         row = np.empty((1, 0), np.float32)
         names = {_format(row, W) for W in self.matrices}
-        return None not in names and all(
-            auto.worthwhile(KERNEL, name, 0.0, compiling=COMPILING, kind=name) for name in names if name
-        )
+        return None not in names and all(_kernel(str(name), 0.0) is not None for name in names)
 
 
 class Group:
@@ -151,7 +148,7 @@ def _format(rows: Array, W: Array | Stored) -> str | None:
 def _by_kernel(name: str, rows: Array, W: Array | Stored | Group) -> Array | None:
     """Return the product computed by a kernel, or None if preparing it is not worth it yet."""
     seconds = len(rows) * W.size / READ + (0 if name == "float32" else W.size / WIDENED)
-    kernel: Any = auto.worthwhile(KERNEL, name, seconds, compiling=COMPILING, kind=name)
+    kernel = _kernel(name, seconds)
     if kernel is None:
         return None
     try:
@@ -159,3 +156,11 @@ def _by_kernel(name: str, rows: Array, W: Array | Stored | Group) -> Array | Non
     except kernel.CompilationFailed as error:
         auto.give_up(error)
         return None
+
+
+def _kernel(name: str, seconds: float) -> Any:
+    """Return the module of kernels if that for a format is ready, or worth preparing by now.
+
+    ``seconds`` is the time that NumPy would take.
+    """
+    return auto.worthwhile(KERNEL, name, seconds, compiling=COMPILING, kind=name)

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from minimha.api import attention
 from minimha.equations.tap import Tap, no_tap, prefixed, renamed
+from minimha.layers import decoding
 from minimha.layers.cache import KVCache
 from minimha.layers.delta import DeltaCache, GatedDeltaNet
 from minimha.layers.feed_forward import FeedForward
 from minimha.layers.latent import LatentAttention, LatentCache
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import Norm
-from minimha.models import decoding
 from minimha.models.experts import Experts
 
 Array = NDArray[Any]
@@ -111,10 +111,18 @@ class Layer:
         Attention with a ``cache`` is always causal. ``options`` are passed to
         ``self.attention``.
         """
-        if tap is no_tap and cache is not None and options.keys() <= {"backend"}:
-            y = decoding.attended(self, x, cache, options.get("backend", "auto"))
-            if y is not None:
-                return y
+        if (
+            tap is no_tap
+            and cache is not None
+            and self.norm_first
+            and options.keys() <= {"backend"}
+        ):
+            norms = self.attention_norm, self.attention_output_norm
+            scores = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+            backend = options.get("backend", "auto")
+            attended = decoding.attended(self.attention, norms, x, cache, backend, **scores)
+            if attended is not None:
+                return attended
         inner, options["cache"] = renamed(tap, x=None), cache
         if isinstance(self.attention, GatedDeltaNet):
             backend, inner = options.get("backend", "auto"), renamed(inner, **DELTA_STEPS)
@@ -166,11 +174,12 @@ class Layer:
 
         If ``source`` (B, L, E) is given, a pre-norm layer returns x + f(norm(source)).
         """
-        if tap is no_tap:
-            fed = decoding.fed(self, x, source)
+        norm = self.feed_forward_norm
+        if tap is no_tap and self.norm_first:
+            norms = norm, self.feed_forward_output_norm
+            fed = decoding.fed(self.feed_forward, norms, x, source)
             if fed is not None:
                 return fed
-        norm = self.feed_forward_norm
         if not self.norm_first:
             assert norm is not None  # a layer whose norms come last has them
             summed = tap("post_residual", x + self.feed_forward(x, tap))

@@ -22,6 +22,7 @@ from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import OPTIONS, WholeCompiler
 
 LOG = logging.getLogger("minimha")
+ONCE = "some seconds, once on this machine"
 
 
 class Compiled:
@@ -66,19 +67,19 @@ def undisturbed(work: Callable[[], Any]) -> Any:
 
 
 def compiled(
-    function: Callable[..., Any], signature: Any, file: File, is_slow: bool = False
+    function: Callable[..., Any], signature: Any, file: File, notice: str | None = None
 ) -> Compiled:
     """Return the machine code of ``function`` for ``signature``, loaded from ``file`` or compiled.
 
-    One process compiles and stores the code; others wait and then load it. If ``is_slow``, a
-    compilation is logged.
+    One process compiles and stores the code; others wait and then load it. A compilation is logged
+    with ``notice``, unless that is None.
     """
-    made: Compiled = undisturbed(partial(_loaded_or_made, function, signature, file, is_slow))
+    made: Compiled = undisturbed(partial(_loaded_or_made, function, signature, file, notice))
     return made
 
 
 def _loaded_or_made(
-    function: Callable[..., Any], signature: Any, file: File, is_slow: bool
+    function: Callable[..., Any], signature: Any, file: File, notice: str | None
 ) -> Compiled:
     found = _loaded(function, signature, file)
     if found:
@@ -87,12 +88,8 @@ def _loaded_or_made(
         found = _loaded(function, signature, file)
         if found:
             return found
-        if is_slow:
-            LOG.warning(
-                "minimha: compiling %s, some seconds, once on this machine; "
-                "minimha.compile() does it ahead",
-                file.name,
-            )
+        if notice:
+            LOG.warning("minimha: compiling %s, %s", file.name, notice)
         made, code = _compile(function, signature, None)
         file.write(code)
         return made

@@ -63,7 +63,7 @@ from minimha.kernels.cpu.arguments import (
     slots,
 )
 from minimha.kernels.cpu.blocks import blocks_of, no_blocks
-from minimha.kernels.cpu.compiler import Compiled, compiled
+from minimha.kernels.cpu.compiler import ONCE, Compiled, compiled
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.pool import pool
 from minimha.kernels.cpu.selection import selection_of
@@ -152,8 +152,9 @@ class Kernel:
         if storage not in self.compiled:
             name = self.name(storage)
             try:
+                notice = None if is_ahead else f"{ONCE}; minimha.compile() does it ahead"
                 self.compiled[storage] = compiled(
-                    self.function, _signature(storage), self.file(storage), is_slow=not is_ahead
+                    self.function, _signature(storage), self.file(storage), notice
                 )
             except Exception as error:  # numba and LLVM raise errors of many types
                 summary = str(error).strip().splitlines() or [""]

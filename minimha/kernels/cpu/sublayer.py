@@ -8,6 +8,9 @@ Helpers join in products and in attention, and do not fall asleep between them.
 A step is ``WIDTH`` integers: what to do, then its operands, which are numbers or addresses of rows.
 An operand below ``BROUGHT`` stands for an address that each call brings. Rows are float32, and a
 row that a product reads is followed by zeros up to whole units.
+
+Measured with 110 million numbers in Q8_0: a token takes 5.9 ms; step by step in Python, 10.4 ms
+(llama.cpp takes 4.3 ms; 60 tokens, two cores of an AMD EPYC of generation Zen 4, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from numpy.typing import NDArray
 
 from minimha.kernels.cpu import weights
 from minimha.kernels.cpu.arguments import NONFINITE, address
-from minimha.kernels.cpu.compiler import Compiled, compiled
+from minimha.kernels.cpu.compiler import ONCE, Compiled, compiled
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import CompilationFailed, Ready
@@ -142,7 +145,7 @@ def sublayer(words, line, number, spins):
         at = line + 8 * (BROUGHT + n * WIDTH)
         step = integers_at(at)
         does, x = step[0], operand(program, step[1])
-        if does == RMS_NORM or does == LAYER_NORM:
+        if does in (RMS_NORM, LAYER_NORM):
             normalise(at, x, step[4])
         elif does == CALL:
             counters = integers_at(step[4])
@@ -181,11 +184,11 @@ def file() -> File:
     return File("sublayer", str(SIGNATURE))
 
 
-def compile(is_ahead: bool = False) -> Compiled:
-    """Load or compile the machine code; log a compilation unless ``is_ahead``."""
+def compile() -> Compiled:
+    """Load or compile the machine code; log a compilation."""
     if not _compiled:
         try:
-            _compiled.append(compiled(sublayer, SIGNATURE, file(), is_slow=not is_ahead))
+            _compiled.append(compiled(sublayer, SIGNATURE, file(), ONCE))
         except Exception as error:  # numba and LLVM raise errors of many types
             raise CompilationFailed(f"sublayer cannot be compiled here: {error}") from error
     return _compiled[0]
@@ -272,7 +275,10 @@ class Program:
         self._step(ROTATE, x, heads, x.size // heads, pairs, is_interleaved)
 
     def store(self, x: Array | int, to: Array | int, heads: int, D: int, stride: int) -> None:
-        """Copy heads (heads, D), ``stride`` bytes apart, to a row or to a place that a call brings."""
+        """Copy ``heads`` rows of D numbers to a row or to a place that a call brings.
+
+        There they are ``stride`` bytes apart.
+        """
         self._step(STORE, x, to, heads, D, stride)
 
     def copied(self, x: int, n: int) -> Array:

@@ -4,7 +4,8 @@ A token costs what the weights weigh: decoding reads each number of W once, from
 once. So the fewer bytes a number takes there, the faster. Sums and rows x are float32 throughout.
 
 - One or two rows of x: one row of W after the other, widened in registers, in the order in which
-  memory delivers fastest. Rows side by side reach half of that rate.
+  memory delivers fastest. Rows side by side reach half of that rate. A row of x is summed group by
+  group, because Q4_K and Q5_K add an offset to each number of a group.
 - Up to ``MANY`` rows: a few rows of W are widened into the L1 cache, and multiplied by groups of
   four or eight rows of x, with all sums in registers.
 - More rows: a panel of W is widened into the L2 cache, and multiplied by register tiles. If W
@@ -28,8 +29,8 @@ which two threads read this memory; torch takes 142 ms in bfloat16. 128 tokens t
 0.51 s if W ``is_rounded``; torch takes 1.14 s in float32, and 0.33 s in bfloat16 (two cores of an
 Intel Xeon with AMX, which torch uses too; in turns, best of three, 2026-11-26). With pairs and
 without a matrix unit, 128 tokens take 1.50 s, 0.85 s if W ``is_rounded``, and torch 2.18 s in
-float32, 0.83 s in bfloat16; a token takes 88 ms, 0.75 of the rate of reading, and torch 155 ms (two
-cores of an AMD EPYC of generation Zen 4, in turns, medians, 2026-11-27).
+float32, 0.83 s in bfloat16; a token takes 70 ms, 0.88 of the rate of reading, and torch 136 ms (two
+cores of an AMD EPYC of generation Zen 4, in turns, medians, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.stored import Stored
 from minimha.kernels.cpu.arguments import CACHE_LINE, address
-from minimha.kernels.cpu.compiler import Compiled, compiled
+from minimha.kernels.cpu.compiler import ONCE, Compiled, compiled
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import CompilationFailed, give_back, memory_of
@@ -65,6 +66,8 @@ from minimha.kernels.cpu.simd.product import (
 from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import MULTIPLIES_PAIRS, REGISTERS, panel_width
 from minimha.kernels.cpu.simd.weights import (
+    IN_GROUP,
+    SCALED,
     UNIT,
     UNITS,
     WIDTH,
@@ -94,6 +97,7 @@ LARGEST = 4  # chunks in a task for the matrix unit
 TOGETHER = 6  # rows of W in the L1 cache
 HAS_EIGHT = REGISTERS == 32  # whether eight rows of x fit into registers, beside three of W
 TAIL = 256  # bytes for the end of a row
+ROWS_AHEAD = 16  # of W, which are prefetched
 # What a job does.
 FEW, PACK, TILES, PACK_PAIRS, PAIR_TILES, MATRIX_UNIT, BY_ROWS = range(7)
 PIECE, PIECE_OF_MANY, TALL = 1024, 192, 16  # most columns, and rows, of a panel of W for x W
@@ -208,7 +212,7 @@ def function_of(name, has_matrix_unit):
     """Return the kernel's function for a format."""
     size, nbytes, _ = UNITS[name]
     one, two, widen = row_product(name, 1), row_product(name, 2), widener(name)
-    is_plain = name in ("float32", "float16", "bfloat16")
+    is_plain, is_summed = name in ("float32", "float16", "bfloat16"), name in SCALED
     itemsize, is_bfloat16 = nbytes // size, name == "bfloat16"
     parts_of_W = {"bfloat16": 1, "float16": 2}.get(name, 3)
 
@@ -222,12 +226,26 @@ def function_of(name, has_matrix_unit):
 
     @jit
     def row_by_one(row, scales, x, K, tail):
-        """Return the product of a row of W and a row of x, padded to whole units."""
-        y = one(row, scales, x, K // size)[0]
+        """Return the product of a row of W and a row of x, padded to whole units.
+
+        Formats in ``SCALED`` read the sums of groups of x behind ``tail``.
+        """
+        sums, room = tail + TAIL, tail + TAIL + 4 * (K // IN_GROUP)
+        y = one(row, scales, x, sums, room, K // size)[0]
         if is_plain and K % size:
             end_of_row(row, K, tail)
-            y += one(tail, 0, x + 4 * (K // size * size), 1)[0]
+            y += one(tail, 0, x + 4 * (K // size * size), 0, 0, 1)[0]
         return y
+
+    @jit_inline
+    def sum_groups(x_at, K, tail):
+        """Write the sums of groups of a row of x behind ``tail``."""
+        x, to = floats_at(x_at), floats_at(tail + TAIL)
+        for g in range(K // IN_GROUP):
+            total = np.float32(0)
+            for i in range(g * IN_GROUP, (g + 1) * IN_GROUP):
+                total += x[i]
+            to[g] = total
 
     @jit
     def widen_row(row, scales, first, depth, K, to, tail):
@@ -244,21 +262,26 @@ def function_of(name, has_matrix_unit):
         tail = line[MEMORY] + worker * line[ROOM]
         C, W, row = tail + TAIL, tail + TAIL + 4 * 8 * TOGETHER, 4 * whole_units(K)
         y, y_row = floats_at(line[Y]), line[Y_ROW] // 4
-        task = task_of(line)
+        task = first_task = task_of(line)
         while task * CHUNK < line[OUTPUTS]:
             first, last = task * CHUNK, min(line[OUTPUTS], (task + 1) * CHUNK)
             if rows == 1:
+                if is_summed and task == first_task:
+                    sum_groups(line[X], K, tail)
                 for n in range(first, last):
                     at = starts[n]
+                    if is_summed:  # the CPU's prefetching fails if scales are read first
+                        later = min(n + ROWS_AHEAD, line[OUTPUTS] - 1)
+                        prefetch_bytes(data + starts[later], K // size * nbytes)
                     y[n] = row_by_one(data + at, line[SCALES] + at // nbytes, line[X], K, tail)
             elif rows == 2:
                 for n in range(first, last):
                     at = starts[n]
                     start, scales = data + at, line[SCALES] + at // nbytes
-                    a, b = two(start, scales, line[X], K // size)
+                    a, b = two(start, scales, line[X], 0, 0, K // size)
                     if is_plain and K % size:
                         end_of_row(start, K, tail)
-                        c, d = two(tail, 0, line[X] + 8 * (K // size * size), 1)
+                        c, d = two(tail, 0, line[X] + 8 * (K // size * size), 0, 0, 1)
                         a, b = a + c, b + d
                     y[n], y[y_row + n] = a, b
             else:
@@ -451,7 +474,10 @@ def function_of(name, has_matrix_unit):
                     scales = line[SCALES] + at // nbytes
                     for g in range(rows):
                         if not is_finite(C, r * lanes + g, 1):
-                            sum_of_one = row_by_one(data + at, scales, line[X] + 4 * g * K, K, tail)
+                            own = line[X] + 4 * g * K
+                            if is_summed:
+                                sum_groups(own, K, tail)
+                            sum_of_one = row_by_one(data + at, scales, own, K, tail)
                             y[g * y_row + n + r] = sum_of_one
             task = following
         release_tiles()
@@ -490,12 +516,12 @@ def file_of(name: str) -> File:
     return File(f"weights-{name}-{unit}", str(SIGNATURE))
 
 
-def compile(name: str, is_ahead: bool = False) -> Compiled:
-    """Load or compile the code for a format; log a compilation unless ``is_ahead``."""
+def compile(name: str) -> Compiled:
+    """Load or compile the code for a format; log a compilation."""
     if name not in _compiled:
         try:
             function = function_of(name, is_usable())
-            _compiled[name] = compiled(function, SIGNATURE, file_of(name), is_slow=not is_ahead)
+            _compiled[name] = compiled(function, SIGNATURE, file_of(name), ONCE)
         except Exception as error:  # numba and LLVM raise errors of many types
             raise CompilationFailed(f"weights-{name} cannot be compiled here: {error}") from error
     return _compiled[name]
@@ -654,7 +680,9 @@ def _job(
     workers = get_num_threads() if N * K * rows >= WORTH_SHARING else 1
     chunk, lanes = CHUNK, -(-rows // LANES) * LANES
     if job == FEW:
-        room = TAIL + (0 if rows <= 2 else 4 * TOGETHER * (8 + -(-K // UNIT) * UNIT))
+        room = TAIL + (
+            12 * K // IN_GROUP if rows <= 2 else 4 * TOGETHER * (8 + -(-K // UNIT) * UNIT)
+        )
     elif job == BY_ROWS:
         most, unit = PIECE if rows < FEW_ROWS else PIECE_OF_MANY, max(UNIT, UNITS[W.name][0])
         tasks = workers * -(-N // (most * workers))  # of equal size

@@ -174,6 +174,18 @@ def _scales_and_minima(builder, address):
     return found
 
 
+def _looked_up(builder, table, words):
+    """Generate the number of ``table``, of 16, that the lowest four bits of each word choose.
+
+    A vector must have 16 lanes: one instruction then looks up all.
+    """
+    kind = ir.FunctionType(V.type, [V.type, V.integers])
+    function = cgutils.get_or_insert_function(
+        builder.module, kind, "llvm.x86.avx512.permvar.sf.512"
+    )
+    return builder.call(function, [ir.Constant(V.type, table), words])
+
+
 def _of_256(has_fifth):
     """Return the groups of Q4_K and Q5_K: eight of 32 numbers."""
 
@@ -183,7 +195,12 @@ def _of_256(has_fifth):
             q = []
             for x in _starts(32):
                 words = _words(builder, address, (48 if has_fifth else 16) + n // 2 * 32 + x)
-                words = builder.lshr(words, _all(4)) if n % 2 else builder.and_(words, _all(15))
+                if n % 2:
+                    words = builder.lshr(words, _all(4))
+                if WIDTH == 16 and not has_fifth:
+                    q.append(_looked_up(builder, [float(number) for number in range(16)], words))
+                    continue
+                words = builder.and_(words, _all(15))
                 if has_fifth:
                     own = builder.lshr(_words(builder, address, 16 + x), _all(n))
                     own = builder.shl(builder.and_(own, _all(1)), _all(4))
@@ -195,21 +212,33 @@ def _of_256(has_fifth):
     return groups
 
 
-def _q6_k(builder, address, scales):
-    found = []
+def _scales_of_q6_k(builder, address):
+    """Generate the 16 scales of Q6_K, and None for minima."""
     d = _load(builder, address, ir.VectorType(BYTE, 16), 192)
-    d = _scaled_bytes(builder, d, _half(builder, address, 208), is_signed=True)
-    for n in range(16):  # groups of 16 numbers
-        half, quarter, first = n // 8, n % 8 // 2, n % 2 * 16
-        q = []
-        for x in _starts(16):
-            low = _words(builder, address, 64 * half + quarter % 2 * 32 + first + x)
-            low = builder.lshr(low, _all(4)) if quarter > 1 else builder.and_(low, _all(15))
-            high = _words(builder, address, 128 + 32 * half + first + x)
-            high = builder.and_(builder.lshr(high, _all(2 * quarter)), _all(3))
-            words = builder.or_(low, builder.shl(high, _all(4)))
-            q.append(_floats(builder, builder.sub(words, _all(32))))
-        found.append((_lane(builder, d, n), None, q))
+    return _scaled_bytes(builder, d, _half(builder, address, 208), is_signed=True), None
+
+
+def _q6_k(builder, address, scales):
+    found, bytes_32 = [], ir.VectorType(BYTE, 32)
+
+    def each(number):
+        return ir.Constant(bytes_32, [number] * 32)
+
+    d, _ = _scales_of_q6_k(builder, address)
+    for n in range(8):  # pairs of groups of 16 numbers, whose bits are put together as bytes
+        half, quarter = divmod(n, 4)
+        low = _load(builder, address, bytes_32, 64 * half + quarter % 2 * 32)
+        low = builder.lshr(low, each(4)) if quarter > 1 else builder.and_(low, each(15))
+        high, shift = _load(builder, address, bytes_32, 128 + 32 * half), 4 - 2 * quarter
+        high = builder.shl(high, each(shift)) if shift > 0 else builder.lshr(high, each(-shift))
+        q = builder.sub(builder.or_(low, builder.and_(high, each(0x30))), each(32))
+        for group in range(2):
+            numbers = []
+            for x in _starts(16):
+                pick = [WORD(16 * group + x + lane) for lane in range(WIDTH)]
+                some = builder.shuffle_vector(q, q, ir.Constant(ir.VectorType(WORD, WIDTH), pick))
+                numbers.append(_floats(builder, builder.sext(some, V.integers)))
+            found.append((_lane(builder, d, 2 * n + group), None, numbers))
     return found
 
 
@@ -231,14 +260,9 @@ def _mxfp4(builder, address, scales):
 
 def _twice_fp4(builder, words):
     """Generate twice the numbers whose four bits are the lowest of ``words``."""
-    if WIDTH == 16:  # one instruction reads a table of 16 numbers in a register, by the lowest bits
+    if WIDTH == 16:
         sizes = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]
-        table = ir.Constant(V.type, sizes + [-size for size in sizes])
-        kind = ir.FunctionType(V.type, [V.type, V.integers])
-        name = "llvm.x86.avx512.permvar.sf.512"
-        return builder.call(
-            cgutils.get_or_insert_function(builder.module, kind, name), [table, words]
-        )
+        return _looked_up(builder, sizes + [-size for size in sizes], words)
     size = builder.and_(words, _all(7))
     # Exponents 1 to 3 become 127 to 129; the numbers 0 and 1/2 have exponent 0.
     normal = builder.add(builder.shl(size, _all(22)), _all(127 << 23))
@@ -259,6 +283,9 @@ UNITS = {
     "Q5_1": (32, 24, _of_32(8, 5, True)), "Q4_K": (256, 144, _of_256(False)),
     "Q5_K": (256, 176, _of_256(True)), "Q6_K": (256, 210, _q6_k), "MXFP4": (32, 16, _mxfp4),
 }  # fmt: skip
+# Formats with several groups in a unit: the function that generates their scales and offsets.
+SCALED = {"Q4_K": _scales_and_minima, "Q5_K": _scales_and_minima, "Q6_K": _scales_of_q6_k}
+IN_GROUP = 32  # numbers to which an offset of these formats is added
 
 
 def _at(builder, address, k, nbytes):
@@ -304,8 +331,8 @@ def widener(name):
 
 
 def _sum(builder, vector):
-    kind = ir.FunctionType(FLOAT, [FLOAT, V.type])
-    name = f"llvm.vector.reduce.fadd.v{WIDTH}f32"
+    kind = ir.FunctionType(FLOAT, [FLOAT, vector.type])
+    name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [ir.Constant(FLOAT, -0.0), vector], fastmath=("reassoc",))
 
@@ -314,18 +341,39 @@ def row_product(name, queries):
     """Return a primitive that multiplies ``units`` of a row of W by one or two rows of x.
 
     The rows of x are packed: a unit of each, side by side. With one row of x, a group with a scale
-    and no offset is summed before the sum is multiplied by the scale.
+    is summed before the sum is multiplied by the scale, unless the group has an offset. Formats in
+    ``SCALED`` have their offsets multiplied by the sums of groups of x, which are float32 at
+    ``sums``. Their scales are first written to ``room``, because a number in memory is read into
+    all lanes at once.
     """
     size, nbytes, groups = UNITS[name]
     together = max(1, 4 * UNIT // (size * queries))  # units per step
-    chains = 4 // queries
+    chains, scales_of = 4 // queries, SCALED.get(name) if queries == 1 else None
+    eight = ir.VectorType(FLOAT, 8)
 
     @intrinsic
-    def product(typing, row, scales, x, units):
+    def product(typing, row, scales, x, sums_of_x, room, units):
         def generate(context, builder, signature, arguments):
-            row, scales, x = (builder.inttoptr(value, POINTER) for value in arguments[:3])
-            units = arguments[3]
+            row, scales, x, sums_of_x, room = (
+                builder.inttoptr(value, POINTER) for value in arguments[:5]
+            )
+            units = arguments[5]
             full = builder.and_(units, INT(-together))
+
+            def place(unit, number):
+                """Generate the address of the scales of a unit with ``number`` groups."""
+                return _at(builder, room, unit, 4 * number)
+
+            def write_scales(unit, sums):
+                factors, offsets = scales_of(builder, _at(builder, row, unit, nbytes))
+                to = place(unit, factors.type.count)
+                stored = builder.store(factors, builder.bitcast(to, factors.type.as_pointer()))
+                stored.align = 4
+                if offsets is None:
+                    return sums
+                own = _load(builder, _at(builder, sums_of_x, unit, 4 * 8), eight)
+                product = builder.fmul(offsets, own, ("contract",))
+                return [builder.fadd(product, sums[0], ("contract",))]
 
             def steps(number, first):
                 def body(k, sums):
@@ -335,6 +383,12 @@ def row_product(name, queries):
                         found = groups(
                             builder, _at(builder, row, unit, nbytes), _at(builder, scales, unit, 1)
                         )
+                        if scales_of:
+                            at = place(unit, len(found))
+                            found = [
+                                (V.splat(builder, _load(builder, at, FLOAT, 4 * g)), None, q)
+                                for g, (_, _, q) in enumerate(found)
+                            ]
                         at = _at(builder, x, unit, 4 * size * queries)
                         at = builder.bitcast(at, FLOAT.as_pointer())
                         n = 0
@@ -362,6 +416,8 @@ def row_product(name, queries):
 
                 return body
 
+            if scales_of:
+                (rest,) = loop(builder, units, 1, [ir.Constant(eight, [0.0] * 8)], write_scales)
             sums = [V.constant(0.0)] * (queries * chains)
             sums = loop(builder, full, together, sums, steps(together, INT(0)))
             if together > 1:
@@ -370,10 +426,12 @@ def row_product(name, queries):
                 _sum(builder, pairwise_sum(builder, sums[g * chains : (g + 1) * chains]))
                 for g in range(queries)
             ]
+            if scales_of:
+                totals[0] = builder.fadd(totals[0], _sum(builder, rest))
             return context.make_tuple(builder, signature.return_type, totals)
 
         i = types.int64
-        return types.UniTuple(types.float32, queries)(i, i, i, i), generate
+        return types.UniTuple(types.float32, queries)(i, i, i, i, i, i), generate
 
     return product
 

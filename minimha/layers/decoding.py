@@ -1,15 +1,16 @@
-"""Compute the sublayers of one token with compiled code, which leaves out all steps of Python.
+"""Compute a sublayer for one token, r + f(norm(x)), by compiled code without Python's steps.
 
-``attended`` and ``fed`` return what ``Layer.attend`` and ``Layer.feed`` compute step by step, up to
-rounding. They return None for a layer, cache or token that the compiled code does not take, and as
-long as preparing that code is not worth it.
+``attended`` and ``fed`` return what a transformer's layer computes step by step, up to rounding,
+with f attention or a feed-forward. They return None for sublayers, caches and tokens that the
+compiled code does not take, and as long as preparing that code is not worth it.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -24,20 +25,18 @@ from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import LayerNorm, Norm
 from minimha.layers.rope import RoPE
 
-if TYPE_CHECKING:
-    from minimha.models.layer import Layer
-
 Array = NDArray[Any]
+Norms = tuple[Norm | None, Norm | None]  # of f's input, and of its output
 KERNEL, ATTENTION = "minimha.kernels.cpu.sublayer", "minimha.kernels.cpu.backend"
 SAVED, COMPILING = 2e-4, 4.0  # seconds per call, and once
 FLOAT32, ONE, NO_ANGLES = np.dtype(np.float32), np.ones(1, np.int64), (np.empty(0), np.empty(0))
 
 
 class Attending(NamedTuple):
-    """A program for the attention of one layer to the keys of one cache.
+    """A program for attention to the keys of one cache.
 
-    ``parts`` are the layer and the attributes of its attention when the program was made.
-    ``places`` has the address of slot 0 of the keys and of the values, and the bytes of a slot.
+    ``parts`` are what it was made for: attributes of the attention, norms and options. ``places``
+    has the address of slot 0 of the keys and of the values, and the bytes of a slot.
     """
 
     program: Any
@@ -53,20 +52,22 @@ _of_feed_forwards: WeakKeyDictionary[FeedForward, list[Any]] = WeakKeyDictionary
 _refused: WeakSet[Any] = WeakSet()  # attention and feed-forwards without a program
 
 
-def attended(layer: Layer, x: Array, cache: Any, backend: str) -> Array | None:
-    """Return ``layer.attend`` of one token x (1, 1, E) and append it to ``cache``, or return None.
+def attended(
+    attention: Any, norms: Norms, x: Array, cache: Any, backend: str, **options: Any
+) -> Array | None:
+    """Return x + attention(x) of one token x (1, 1, E), and append it to ``cache``, or return None.
 
-    Raises ValueError if the cache is full.
+    ``norms`` are applied to the attention's input and output. ``options`` are scale, softcap and
+    sinks, as in ``minimha.attention``. Raises ValueError if the cache is full.
     """
-    attention: Any = layer.attention
     if type(cache) is not KVCache or not _is_one_token(x) or attention in _refused:
         return None
-    if backend not in ("auto", "cpu"):
+    if backend not in ("auto", "cpu") or not _has_attention():
         return None
-    parts = (layer, *vars(attention).values())
+    parts = (*vars(attention).values(), *norms, *options.values())
     found = _of_caches.pop(cache, None)
     if found is None or not found.program.is_current() or not _are(parts, found.parts):
-        found = _attending(layer, cache, parts)
+        found = _attending(attention, norms, cache, parts, options)
         if found is None:
             return None
     program, ready = found.program, found.ready
@@ -83,16 +84,17 @@ def attended(layer: Layer, x: Array, cache: Any, backend: str) -> Array | None:
     return y
 
 
-def fed(layer: Layer, x: Array, source: Array | None) -> Array | None:
-    """Return ``layer.feed`` of one token x (1, 1, E), or None."""
-    feed_forward: Any = layer.feed_forward
+def fed(feed_forward: Any, norms: Norms, x: Array, source: Array | None) -> Array | None:
+    """Return x + feed_forward(source) of one token x (1, 1, E), or None.
+
+    ``source`` is by default x. ``norms`` are applied to the feed-forward's input and output.
+    """
     if not _is_one_token(x) or feed_forward in _refused:
         return None
     free = _of_feed_forwards.setdefault(feed_forward, [])
-    norms = layer.feed_forward_norm, layer.feed_forward_output_norm
     program, made_for = free.pop() if free else (None, ())
     if program is None or not program.is_current() or not _are(norms, made_for):
-        program = _feeding(layer, x.shape[-1])
+        program = _feeding(feed_forward, norms, x.shape[-1])
         if program is None:
             return None
     y = np.empty_like(x)
@@ -101,10 +103,11 @@ def fed(layer: Layer, x: Array, source: Array | None) -> Array | None:
     return y
 
 
-def _attending(layer: Layer, cache: KVCache, parts: tuple[Any, ...]) -> Attending | None:
-    """Return the program of a layer's attention, or None if there is none."""
-    attention: Any = layer.attention
-    if not _takes_attention(layer):
+def _attending(
+    attention: Any, norms: Norms, cache: KVCache, parts: tuple[Any, ...], options: dict[str, Any]
+) -> Attending | None:
+    """Return the program of attention to the keys of ``cache``, or None if there is none."""
+    if not _takes_attention(attention, norms):
         _refused.add(attention)
     keys, values = cache.arrays[:2]
     if attention in _refused or keys.dtype != FLOAT32 or len(keys) > 1:
@@ -115,7 +118,7 @@ def _attending(layer: Layer, cache: KVCache, parts: tuple[Any, ...]) -> Attendin
         return None
     H, Hkv, D = attention.num_heads, attention.num_kv_heads, attention.head_dim
     program = kernel.Program()
-    x = _normed(program, kernel.X, layer.attention_norm, attention.d_model)
+    x = _normed(program, kernel.X, norms[0], attention.d_model)
     q, k, v = program.products(x, joined[0].groups)
     if attention.bias:
         for row, bias in ((q, attention.b_q), (k, attention.b_k), (v, attention.b_v)):
@@ -127,30 +130,26 @@ def _attending(layer: Layer, cache: KVCache, parts: tuple[Any, ...]) -> Attendin
             program.rotate(row, heads, rope.width // 2, rope.interleaved)
     program.store(k, kernel.KEY, Hkv, D, keys.strides[1])
     program.store(v, kernel.VALUE, Hkv, attention.value_dim, values.strides[1])
+    window = None if cache.window is None else (cache.window - 1, 0)
     problem = Problem.of(
         q.reshape(1, H, 1, D), keys, values, is_causal=True, q_offset=[0], kv_lengths=[1],
-        window_size=None if cache.window is None else (cache.window - 1, 0), scale=layer.scale,
-        softcap=layer.softcap, sinks=layer.sinks,
+        window_size=window, **options,
     )  # fmt: skip
-    backend: Any = auto.worthwhile(ATTENTION, problem, 0.0)
-    if backend is None:
-        return None
-    ready = backend.plan(problem).ready(problem.q, keys, values)
+    ready = sys.modules[ATTENTION].plan(problem).ready(problem.q, keys, values)
     (output,) = program.products(program.attention(ready), joined[1].groups)
     if attention.bias:
         program.add(output, attention.b_o)
-    _finish(program, kernel, output, layer.attention_output_norm)
+    _finish(program, kernel, output, norms[1])
     places = [(program.place(x), x.strides[2]) for x in (keys, values)]
     return Attending(program, ready, parts, places)
 
 
-def _feeding(layer: Layer, E: int) -> Any:
-    """Return the program of a layer's feed-forward, or None if there is none."""
-    f: Any = layer.feed_forward
-    if not _takes_feed_forward(layer):
+def _feeding(f: Any, norms: Norms, E: int) -> Any:
+    """Return the program of a feed-forward, or None if there is none."""
+    rows = *_rows_of(*norms), *(getattr(f, name, None) for name in ("b_in", "b_out", "b_gate"))
+    if type(f) is not FeedForward or f.limit is not None or not all(map(_is_read, rows)):
         _refused.add(f)
         return None
-    norms = layer.feed_forward_norm, layer.feed_forward_output_norm
     first = Joined(f.W_in) if f.W_gate is None else f.joined
     joined = first, Joined(f.W_out)
     kernel = _kernel(*joined)
@@ -172,22 +171,13 @@ def _feeding(layer: Layer, E: int) -> Any:
     return program
 
 
-def _takes_feed_forward(layer: Layer) -> bool:
-    """Return whether a program can compute this layer's feed-forward."""
-    f, norms = layer.feed_forward, (layer.feed_forward_norm, layer.feed_forward_output_norm)
-    if type(f) is not FeedForward or not layer.norm_first or f.limit is not None:
-        return False
-    return all(map(_is_read, (f.b_in, f.b_out, f.b_gate, *_rows_of(*norms))))
-
-
-def _takes_attention(layer: Layer) -> bool:
-    """Return whether a program can compute this layer's attention."""
-    attention = layer.attention
-    if type(attention) is not MultiHeadAttention or not layer.norm_first:
+def _takes_attention(attention: Any, norms: Norms) -> bool:
+    """Return whether a program can compute this attention."""
+    if type(attention) is not MultiHeadAttention:
         return False
     if attention.clip is not None or attention.gate is not None:
         return False
-    rope, norms = attention.rope, (layer.attention_norm, layer.attention_output_norm)
+    rope = attention.rope
     if rope is not None and (type(rope) is not RoPE or rope.is_dynamic):
         return False
     named = ("b_q", "b_k", "b_v", "b_o", "g_q", "g_k", "s_q", "s_k")
@@ -209,6 +199,12 @@ def _kernel(*joined: Joined) -> Any:
         auto.give_up(error)
         return None
     return kernel if kernel.IS_POSSIBLE else None
+
+
+def _has_attention() -> bool:
+    """Return whether an earlier call has loaded the kernel for one query in float32."""
+    backend = sys.modules.get(ATTENTION)
+    return backend is not None and FLOAT32 in backend.rungs(FLOAT32)[1].KERNEL.compiled
 
 
 def _normed(program: Any, x: int, norm: Norm | None, E: int) -> Array:
@@ -250,7 +246,9 @@ def _is_one_token(x: Array) -> bool:
 
 def _is_read(row: Array | None) -> bool:
     """Return whether the program can read a bias or gain in place."""
-    return row is None or bool(row.dtype == FLOAT32 and row.flags.c_contiguous and row.flags.aligned)
+    return row is None or bool(
+        row.dtype == FLOAT32 and row.flags.c_contiguous and row.flags.aligned
+    )
 
 
 def _rows_of(*norms: Norm | None) -> list[Array]:
