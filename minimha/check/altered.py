@@ -161,7 +161,11 @@ def _axes(name: str) -> dict[str, Alter]:
     def over_heads(x: Prepared, a: Array, heads: Array) -> Array:
         return a[:, heads] if a.shape[1] > 1 else a
 
-    def transposed(x: Prepared, a: Array, _: Any) -> Array:
+    def transposed(x: Prepared, a: Array, way: str) -> Array:
+        if way == "with zeros around":
+            square = np.zeros((*a.shape[:2], max(x.Lq, x.Lk), max(x.Lq, x.Lk)), a.dtype)
+            square[..., : x.Lq, : x.Lk] = a
+            return np.asarray(square.swapaxes(-1, -2)[..., : x.Lq, : x.Lk])
         if x.Lq != x.Lk:
             raise Impossible(f"the {name} is transposed but Lq is not Lk")
         return a.swapaxes(-1, -2)
@@ -254,8 +258,7 @@ def _lengths(change: Callable[[Prepared, Array, Any], Any]) -> Alter:
 def _rounded_up(x: Prepared, lengths: Array, block: Any) -> Array:
     """Round up to whole blocks, or to the problem's pages if it has any."""
     if block == "page":
-        is_paged = x.arguments.get("block_table") is not None
-        block = np.shape(x.arguments["k"])[2] if is_paged else 1
+        block = _page_of(x) or 1
     return np.asarray(-(-lengths // block) * block)
 
 
@@ -271,8 +274,33 @@ def _from_left(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, An
     return {"kv_lengths": None} | _masked(x, given, x.j >= x.Lk - x.lengths)
 
 
-def _hide_queries(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
-    return {} if given.get("kv_lengths") is None else _masked(x, given, x.i < x.lengths)
+def _hide_queries(x: Prepared, given: Mapping[str, Any], way: str) -> Mapping[str, Any]:
+    if given.get("kv_lengths") is None:
+        return {}
+    kept = {"kv_lengths": None} if way == "instead" else {}
+    return kept | _masked(x, given, x.i < x.lengths)
+
+
+def _lose_whole_page(x: Prepared, L: Array, page: Any) -> Array:
+    """Lose a last page that is full."""
+    if page == "page":
+        page = _page_of(x) or x.Lk + 1
+    return np.where(L % page, L, L - page)
+
+
+def _page_of(x: Prepared) -> int:
+    """Return the number of keys of a problem's pages, or 0 if it has none."""
+    is_paged = x.arguments.get("block_table") is not None
+    return np.shape(x.arguments["k"])[2] if is_paged else 0
+
+
+def _kept_from_before(x: Prepared, L: Array, _: Any) -> Array:
+    """Give an entry that uses all keys the length of the last entry that does not."""
+    found, last = [], x.Lk
+    for length in np.broadcast_to(L, (x.B,)):
+        last = length if length < x.Lk else last
+        found.append(last)
+    return np.array(found)
 
 
 def _inputs(change: Callable[[Prepared, Array, Any], Any], names: str = "qkv") -> Alter:
@@ -376,7 +404,8 @@ ALTERATIONS: dict[str, Alter] = {
     "lengths_one_too_short": _lengths(lambda x, L, _: L - 1),
     "lengths_rounded_up": _lengths(_rounded_up),
     "lengths_rounded_down": _lengths(lambda x, L, page: L // page * page),
-    "lengths_lose_whole_page": _lengths(lambda x, L, page: np.where(L % page, L, L - page)),
+    "lengths_lose_whole_page": _lengths(_lose_whole_page),
+    "lengths_kept_from_before": _lengths(_kept_from_before),
     "lengths_batch_0_for_all": _lengths(lambda x, L, _: L[:1]),
     "lengths_shared": _lengths(lambda x, L, which: getattr(L, which)()),
     "lengths_hide_queries": _hide_queries,

@@ -40,6 +40,8 @@ PAGES = (4, 16, 32, 24)  # keys of a page
 DECODING, ENDS = "one query", "at the ends"  # of the keys, as where a kernel decodes
 QUERIES, KEYS = np.array([3, 5, 2]), np.array([7, 6, 9])  # of packed sequences
 IN_PAGES = np.array([41, 64, 35])  # keys of each batch entry; the second fills its last page
+LARGE_PAGES = (24, 48, 128)  # sizes that no block of 64 keys divides, or a whole block and more
+BLOCKS_IN_PAGES = np.array([141, 288, 205])
 
 
 @lru_cache(maxsize=8)
@@ -209,16 +211,17 @@ def _packed(seed: int, D: int) -> Iterator[Graded]:
 
 
 def _pool(
-    draw: Draw, size: int, H: int, Hkv: int, D: int, *, shares: bool = False, Lq: int = 5
-) -> dict[str, Any]:
+    draw: Draw, size: int, H: int, Hkv: int, D: int, *, shares: bool = False, Lq: int = 5,
+    lengths: Any = IN_PAGES,
+) -> dict[str, Any]:  # fmt: skip
     """Return queries, a pool of pages in any order, and the table of each entry's pages."""
-    number = -(-int(IN_PAGES.max()) // size)
+    number = -(-int(lengths.max()) // size)
     table = _table(draw, 3, number)
     if shares:  # as after a common prompt
         table[1, 0] = table[0, 0]
     given: dict[str, Any] = draw.qkv(3 * number + 1, H, Lq, size, D, Hkv=Hkv)
     given["q"] = given["q"][:3].copy()
-    return {**given, "block_table": table, "kv_lengths": IN_PAGES}
+    return {**given, "block_table": table, "kv_lengths": lengths}
 
 
 def _table(draw: Draw, B: int, number: int) -> Any:
@@ -244,6 +247,13 @@ def _paged(seed: int, D: int) -> Iterator[Graded]:
             if POSITIONAL & {*on}:
                 given["q_offset"] = IN_PAGES - (Lq if ENDS in on else 8)
             yield _problem(name, "block_table", given)
+    for size in LARGE_PAGES:
+        draw = Draw(f"pages of {size}, more keys than a block {seed}")
+        given = _pool(draw, size, 4, 2, D, lengths=BLOCKS_IN_PAGES)
+        for on, more in {"": {}, ", is_causal": {"is_causal": True}}.items():
+            more = more and {**more, "q_offset": BLOCKS_IN_PAGES - 5}
+            name = f"pages of {size}, more keys than a block{on}"
+            yield _problem(name, "block_table", given | more)
 
 
 def _both(seed: int, D: int) -> Iterator[Graded]:
@@ -276,6 +286,8 @@ def _picked(seed: int, D: int) -> Iterator[Graded]:
         ("is_causal, for each key/value head", ("is_causal", "groups"), 6, 2),
         ("kv_lengths, return_lse", ("kv_lengths", "return_lse"), 6, 2),
         ("150 of 301 keys", (), 150, 2),
+        ("150 of 301 keys, duplicates", (), 150, 0),
+        ("150 of 301 keys, none amid them", (), 150, 0),
     )
     for name, on, K, most in rows:
         draw = Draw(f"picked {name} {seed}")
@@ -288,8 +300,10 @@ def _picked(seed: int, D: int) -> Iterator[Graded]:
         i = np.arange(Lq)
         turns[..., i, 1 + i % 3] = -1  # each query names a key that no option hides
         picks = turns.argsort(-1)[..., :K].astype(np.int32)
-        if name.startswith("duplicates"):
+        if "duplicates" in name:
             picks[..., -1] = picks[..., 0]
+        if "none" in name:  # the last place of each block
+            picks[..., 15::16] = -1
         picks[..., 1:][np.arange(1, K) <= draw.rng.integers(0, most + 1, (*rows_of, 1))] = -1
         given |= {"key_indices": picks} | ({"q_offset": 4} if "is_causal" in on else {})
         yield _problem(name, "key_indices", given)

@@ -21,7 +21,7 @@ from minimha.check.problems import Draw, Graded, kept
 WIDTHS = ((64, 64), (128, 128), (80, 80), (256, 256), (72, 72), (192, 128), (96, 96))  # D, Dv
 LENGTHS = (
     (63, 65), (64, 64), (65, 63), (127, 129), (128, 128), (129, 127), (257, 257), (1, 4097),
-    (65, 1025), (1025, 64), (33, 4095), (4097, 33), (128, 150), (96, 160),
+    (65, 1025), (1025, 64), (33, 4095), (4097, 33), (128, 150), (96, 160), (17, 701),
 )  # fmt: skip
 LONG = 1000  # tokens from which on groups have two heads, to save time
 TAILS = ((130, 130), (190, 190))  # more than one row after the last whole 64 or 128

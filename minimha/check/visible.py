@@ -282,6 +282,8 @@ def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
     B_c = d.get("online_last_block_dropped", 1)
     axis, N = d.get("only_first_computed", ("", 0))
     end = min(x.Lk // B_c * B_c, first_of(x.Lk, N) if axis == "keys" else x.Lk)
+    if (block := d.get("all_but_first_whole_dropped", x.Lk + 1)) <= x.Lk:
+        end = min(end, x.Lk // block * block)
     if axis in EQUAL_SPLITS:
         splits = -(-x.Lk // N)
         splits = min(splits, 8) if axis == EQUAL_SPLITS[1] else splits

@@ -134,7 +134,7 @@ class _Deviation(Scores):
         axis = SOFTMAX_AXES.get(name, (-1,))
         if name == "softmax_over_all" and self.x.Lq == 1:
             name = ""  # rows share nothing
-        self.is_shared = bool(name)
+        self.is_shared = bool(name) or "sums_over_queries" in d
         exp: Any = np.exp2 if "softmax_base_2" in d else np.exp
         if "exponential_approximated" in d:
             exp = partial(_approximated, d["exponential_approximated"])
@@ -155,6 +155,8 @@ class _Deviation(Scores):
         top = np.where(np.isneginf(top), 0, top)
         E = exp(self.S - top)
         numerators, terms = self.online(E, exp, exp(keys_top - top))
+        if "sums_over_queries" in d:
+            axis, self.is_lse_free = (-2,), self.is_lse_free | True
         plain = self.total(terms, axis)
         total = plain
         if sinks is not None:
@@ -184,7 +186,7 @@ class _Deviation(Scores):
         self.round_weights()
         self.relative = np.expm1(np.minimum(np.where(self.has_score, self.delta, 0), 50))
         self.drift = (abs(W) * self.relative).sum(axis, keepdims=True)
-        self.is_mean = not name and "softmax_not_normalised" not in d
+        self.is_mean = not self.is_shared and "softmax_not_normalised" not in d
 
     def sinks_used(self) -> Array | None:
         sinks = self.x.problem.sinks

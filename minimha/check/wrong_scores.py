@@ -213,6 +213,7 @@ class Scores:
                 ("scale_missing", 1), ("scale_1_over_d", 1 / x.D), ("scale_sqrt_d", np.sqrt(x.D)),
                 ("scale_model_width", 1 / np.sqrt(x.H * x.D)),
                 ("scale_padded_width", self.padded_width() ** -0.5),
+                ("scale_whole_root", 1 / max(1, int(np.sqrt(x.D)))),
                 ("scores_ignored", 0), ("scale_from_dv", self.width_of_values() ** -0.5),
                 ("scale_from_length", getattr(x, d.get("scale_from_length", "Lk")) ** -0.5),
             ):  # fmt: skip
