@@ -250,10 +250,10 @@ def _paged(seed: int, D: int) -> Iterator[Graded]:
     for size in LARGE_PAGES:
         draw = Draw(f"pages of {size}, more keys than a block {seed}")
         given = _pool(draw, size, 4, 2, D, lengths=BLOCKS_IN_PAGES)
-        for on, more in {"": {}, ", is_causal": {"is_causal": True}}.items():
-            more = more and {**more, "q_offset": BLOCKS_IN_PAGES - 5}
-            name = f"pages of {size}, more keys than a block{on}"
-            yield _problem(name, "block_table", given | more)
+        name = f"pages of {size}, more keys than a block"
+        yield _problem(name, "block_table", given)
+        causal = {"is_causal": True, "q_offset": BLOCKS_IN_PAGES - 5}
+        yield _problem(f"{name}, is_causal", "block_table", {**given, **causal})
 
 
 def _both(seed: int, D: int) -> Iterator[Graded]:
