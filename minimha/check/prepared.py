@@ -23,6 +23,11 @@ class Impossible(ValueError):  # noqa: N818  (it states a fact about shapes)
     """Raised if a bug needs other shapes: with these, a function that has it would fail."""
 
 
+def spread(a: Array, shape: tuple[int, ...]) -> Array:
+    """Return ``a`` broadcast to ``shape``, or itself, since NumPy takes 6 µs even for that."""
+    return a if a.shape == shape else np.broadcast_to(a, shape)
+
+
 class Prepared:
     """A problem's arrays in float64, and the intermediate results that most bugs do not change."""
 

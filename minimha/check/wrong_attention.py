@@ -27,7 +27,7 @@ from minimha.check import visible
 from minimha.check.altered import confused, order_by_lengths
 from minimha.check.catalogue import AXES, DEVIATIONS, EMPTY_TOO, GROUPS
 from minimha.check.expanded import Place
-from minimha.check.prepared import FLOAT32, SMALLEST, Impossible, Prepared
+from minimha.check.prepared import FLOAT32, SMALLEST, Impossible, Prepared, spread
 from minimha.check.rounding import accumulated, rounded
 from minimha.check.wrong_scores import HIDDEN_FINITELY, Scores
 
@@ -152,7 +152,7 @@ class _Deviation(Scores):
             unseen = parts - seen.sum(-1, keepdims=True)
             top = np.where(unseen > 0, np.maximum(top, 0), top)
         top = self.deviated_maximum(top)
-        top = np.where(np.isneginf(top), 0, top)
+        top = np.where(top == -np.inf, 0, top)
         E = exp(self.S - top)
         numerators, terms = self.online(E, exp, exp(keys_top - top))
         if "sums_over_queries" in d:
@@ -208,7 +208,7 @@ class _Deviation(Scores):
         if "softmax_global_maximum" in self.d:
             axes = {"row": None, "head": (-2, -1), "batch": (1, 2, 3), "all": (0, 1, 2, 3)}
             axis = axes[self.d["softmax_global_maximum"]]
-            return np.broadcast_to(top.max(axis=axis, keepdims=True), top.shape)
+            return spread(top.max(axis=axis, keepdims=True), top.shape)
         return top
 
     def online(self, E: Array, exp: Any, last: Array) -> tuple[Array, Array]:
@@ -229,7 +229,7 @@ class _Deviation(Scores):
         running = np.maximum.accumulate(self.S, -1)
         ends = np.minimum((self.x.j // B_c + 1) * B_c, self.x.Lk) - 1
         running = running[..., ends]
-        return np.where(np.isneginf(running), 0, exp(self.S - running) * last)
+        return np.where(running == -np.inf, 0, exp(self.S - running) * last)
 
     def rescaled_lazily(self, E: Array, of: str, B_c: int) -> tuple[Array, Array]:
         """Return what ``online`` does if growth up to ``TOLERATED`` is made up for only in part.
@@ -242,7 +242,7 @@ class _Deviation(Scores):
         tops = np.maximum.accumulate(tops, -1)
         base, small = tops[..., 0], np.zeros_like(tops)  # growth that follows each block
         for n in range(1, tops.shape[-1]):
-            growth = np.where(np.isneginf(base), np.inf, tops[..., n] - base)
+            growth = np.where(base == -np.inf, np.inf, tops[..., n] - base)
             is_small = growth <= TOLERATED
             small[..., n - 1] = np.where(is_small, growth, 0)
             base = np.where(is_small & stays, base, tops[..., n])
@@ -279,7 +279,7 @@ class _Deviation(Scores):
     def settle_softmax(self, name: str, keys_top: Array, total: Array) -> None:
         """Accept any number in rows where float32, float64 or a guard against 0/0 would differ."""
         if MAXIMA & set(self.d):
-            distance = np.broadcast_to(keys_top - self.top, self.top.shape)
+            distance = spread(keys_top - self.top, self.top.shape)
             unsure = (distance > OVERFLOW["float32"]) & (distance <= OVERFLOW["float64"])
             unsure |= (distance < 10 - OVERFLOW["float32"]) & (distance >= UNDERFLOW)
             lost = (distance < UNDERFLOW) & np.isfinite(distance)  # 0/0, or 0 with a guard
@@ -337,7 +337,7 @@ class _Deviation(Scores):
         V = np.where(np.isfinite(self.V), self.V, 0)
         if not self.is_mean:
             return np.asarray((abs(self.W) * (self.relative + self.drift)) @ abs(V))
-        changes, O = abs(self.W) * self.relative, np.nan_to_num(self.O)
+        changes, O = abs(self.W) * self.relative, np.where(np.isfinite(self.O), self.O, 0)
         total = changes.sum(-1, keepdims=True)
         squares = changes @ V**2 - 2 * O * (changes @ V) + O**2 * total
         moved = np.sqrt(total * np.maximum(squares, 0))  # Cauchy-Schwarz
@@ -380,11 +380,11 @@ class _Deviation(Scores):
             B, H, Lq = self.x.shape[:3]
             G, follow = H // self.x.Hkv, d["lse_rows_permuted"] == "heads follow each other"
             shape = (B, self.x.Hkv, Lq, G) if follow else (B, self.x.Hkv, G, Lq)
-            packed = np.broadcast_to(L, (B, H, Lq, 1)).reshape(shape)
+            packed = spread(L, (B, H, Lq, 1)).reshape(shape)
             L = packed.swapaxes(2, 3).reshape(B, H, Lq, 1)
         if "lse_heads_swapped" in d and not self.is_shared:
             heads = np.arange(self.x.H).reshape(self.x.Hkv, -1).T.ravel()
-            L = np.broadcast_to(L, (*self.x.shape[:3], 1))[:, heads]
+            L = spread(L, (*self.x.shape[:3], 1))[:, heads]
         if "lse_negated" in d:
             L = -L
         if "lse_scaled" in d:
@@ -394,8 +394,8 @@ class _Deviation(Scores):
         rows, drift = self.x.shape[:3], self.drift
         if self.is_shared:  # rows share their sums
             L, drift = np.zeros((*rows, 1)), np.zeros((*rows, 1))
-        self.L = L = np.broadcast_to(L[..., 0], rows)
-        drift = np.broadcast_to(drift[..., 0], rows)
+        self.L = L = spread(L[..., 0], rows)
+        drift = spread(drift[..., 0], rows)
         sizes = np.where(np.isfinite(L), abs(L), 0)
         factor = 1 if self.x.is_likely else 4
         self.lse_bound = factor * (drift + self.looseness + self.x.unit * (sizes + 1))
@@ -474,7 +474,7 @@ class _Deviation(Scores):
         if axis == GROUPS:  # whose heads are filled up to a power of 2, but whose rows are not
             x, G = self.x, self.x.H // self.x.Hkv
             row = (x.i << (G - 1).bit_length()) + np.arange(x.H)[:, None, None] % G
-            is_out = np.broadcast_to(row >= x.Lq * G, self.O.shape)
+            is_out = spread(row >= x.Lq * G, self.O.shape)
         else:
             size = self.O.shape[AXES[axis]]
             end = size // N * N if axis == "whole blocks of rows" else visible.first_of(size, N)
@@ -490,10 +490,10 @@ class _Deviation(Scores):
             axis = self.d["written_as_far_as_inputs"]
             self.leave_out(axis, self.x.D if axis == "columns" else self.x.Lk)
         arrays = [self.O, self.bound, *self.others]
-        is_free = np.broadcast_to(self.is_free[..., None], self.O.shape)
+        is_free = spread(self.is_free[..., None], self.O.shape)
         way = self.d.get("heads_not_moved_back")
         if way is not None:
-            arrays = [confused(np.broadcast_to(a, self.O.shape), way) for a in arrays]
+            arrays = [confused(spread(a, self.O.shape), way) for a in arrays]
             is_free = confused(is_free, way)
         if "output_columns_repeat" in self.d:
             columns = np.arange(self.O.shape[-1]) % self.d["output_columns_repeat"]
@@ -501,10 +501,10 @@ class _Deviation(Scores):
         if "entries_put_back_wrongly" in self.d and self.x.given.get("kv_lengths") is not None:
             order = order_by_lengths(self.x, self.d["entries_put_back_wrongly"])
             order = order[order]
-            arrays = [np.broadcast_to(a, self.O.shape)[order] for a in arrays]
+            arrays = [spread(a, self.O.shape)[order] for a in arrays]
             is_free, self.L = is_free[order], self.L[order]
-            self.lse_bound = np.broadcast_to(self.lse_bound, self.L.shape)[order]
-            self.is_lse_free = np.broadcast_to(self.is_lse_free, self.L.shape)[order]
+            self.lse_bound = spread(self.lse_bound, self.L.shape)[order]
+            self.is_lse_free = spread(self.is_lse_free, self.L.shape)[order]
         output, bound, *others = arrays
         if "residual_added" in self.d:
             if self.q.shape != output.shape:
@@ -522,7 +522,7 @@ def _packed(found: Deviated, place: Place) -> Deviated:
     sequence, row = place
 
     def packed(a: Array, like: Array) -> Array:
-        return np.broadcast_to(a, like.shape)[sequence, :, row].swapaxes(0, 1)[None]
+        return spread(a, like.shape)[sequence, :, row].swapaxes(0, 1)[None]
 
     O, L = found.output, found.lse
     return Deviated(

@@ -16,7 +16,7 @@ from minimha.check import visible
 from minimha.check.altered import altered, heads_by, scales_by_head
 from minimha.check.catalogue import STEPS
 from minimha.check.expanded import indices
-from minimha.check.prepared import Impossible, Prepared
+from minimha.check.prepared import Impossible, Prepared, spread
 from minimha.check.rounding import FORMATS, accumulated, rounded
 
 Array = NDArray[Any]
@@ -139,7 +139,7 @@ class Scores:
         self.soft: Array | None = None  # keys that keep their weight, if hidden after the softmax
         for operation in sorted(order, key=order.__getitem__):
             getattr(self, operation)()
-        self.has_score = np.broadcast_to(~np.isneginf(self.S), self.x.shape)
+        self.has_score = spread(~np.isneginf(self.S), self.x.shape)
         if "lse_base_2_merged" in self.d:
             self.weigh_parts("lse", self.d["lse_base_2_merged"])
         if "parts_merged_wrongly" in self.d:
@@ -171,7 +171,7 @@ class Scores:
         """Return the maximum and the log-sum-exp of each part, (B, H, Lq, parts) each."""
         S, starts, part = self.by_parts(self.S, split)
         top = np.maximum.reduceat(S, starts, axis=-1)
-        finite = np.where(np.isneginf(top), 0, top)
+        finite = np.where(top == -np.inf, 0, top)
         sums = np.add.reduceat(np.exp(S - finite[..., part]), starts, axis=-1)
         return top, finite + np.log(sums)
 
@@ -185,7 +185,7 @@ class Scores:
             return
         top, L = self.sums_of_parts(split)
         most = np.maximum.accumulate(top, -1)
-        top = np.where(np.isneginf(top), 0, top)
+        top = np.where(top == -np.inf, 0, top)
         ln2 = np.log(2)
         more = {
             "lse": L * (1 / ln2 - 1), "mean": -L, "all": -L, "sums": -top, "2^L": L * (ln2 - 1),
@@ -303,7 +303,7 @@ class Scores:
         function = self.x.given.get("score_mod")
         if function is not None:  # the problems' functions shrink differences of scores
             before, S = self.S, function(self.S, *indices(self.x.given))
-            self.S = np.broadcast_to(before, self.x.shape)
+            self.S = spread(before, self.x.shape)
             self.add(S - before)
 
     def add(self, term: Array) -> None:
@@ -339,7 +339,7 @@ class Scores:
         elif way == "add":
             self.S = np.where(softly, self.S, self.S + fill)
         if way == "after" or "hidden_read_as_zeros" in d:
-            self.soft = np.broadcast_to(softly, self.x.shape)
+            self.soft = spread(softly, self.x.shape)
         self.S = np.where(hard, self.S, -np.inf)
         if d.get("padding_seen", ("",))[0] == "always":
             self.S = np.where(self.x.j >= self.right.Lk, 0, self.S)
@@ -348,7 +348,7 @@ class Scores:
             self.softly = softly & hard
         if "mask_added_as_number" in d:
             self.softly = softly & self.by_mask
-        self.visible = np.broadcast_to(hard & softly, self.x.shape) & ~np.isneginf(self.unhidden)
+        self.visible = spread(hard & softly, self.x.shape) & (self.unhidden != -np.inf)
 
     # Softmax.
 
@@ -359,7 +359,7 @@ def _lost_in_turn(L: Array) -> Array:
     for n in range(1, L.shape[-1]):
         total = np.logaddexp(merged, L[..., n])
         kept = np.maximum(merged, L[..., n])
-        lost = np.where(np.isneginf(total), 0, kept - total)
+        lost = np.where(total == -np.inf, 0, kept - total)
         more[..., : n + 1] += lost[..., None]
         merged = kept
     return more - more[..., -1:]
@@ -369,7 +369,7 @@ def _in_turn_by_last(L: Array) -> Array:
     """Return the logarithm of parts' shares, if each is merged as if the one before were all."""
     before = np.concatenate([np.full_like(L[..., :1], -np.inf), L[..., :-1]], axis=-1)
     both = np.logaddexp(before, L)
-    both = np.where(np.isneginf(both), 0, both)
+    both = np.where(both == -np.inf, 0, both)
     kept = (before - both)[..., ::-1].cumsum(-1)[..., ::-1]  # by this part and all later ones
     return np.asarray(
         L - both + np.concatenate([kept[..., 1:], np.zeros_like(L[..., :1])], axis=-1)
