@@ -1,4 +1,4 @@
-"""Some hundred random problems on every backend that needs no GPU; and that faults are noticed.
+"""Some two hundred random problems on every backend that needs no GPU; and that faults are noticed.
 
 They are those of seed 0, unless Hypothesis is given another one.
 """
@@ -18,7 +18,7 @@ from fuzz.memory import placed
 from fuzz.run import RUN_ON, Failure, check, failures, solve
 from fuzz.smaller import reduced
 
-PROBLEMS = 3 * settings.default.max_examples
+PROBLEMS = 2 * settings.default.max_examples
 # "cpu" takes rung 6 for all that it does not leave to rung 4.
 TESTED = [name for name in RUN_ON if name != "cpu.rung6_matrix_unit"]
 
