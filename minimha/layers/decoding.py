@@ -28,7 +28,7 @@ from minimha.layers.rope import RoPE
 Array = NDArray[Any]
 Norms = tuple[Norm | None, Norm | None]  # of f's input, and of its output
 KERNEL, ATTENTION = "minimha.kernels.cpu.sublayer", "minimha.kernels.cpu.backend"
-SAVED, COMPILING = 2e-4, 4.0  # seconds per call, and once
+SAVED, COMPILING = 2e-4, 2.0  # seconds per call, and once
 FLOAT32, ONE, NO_ANGLES = np.dtype(np.float32), np.ones(1, np.int64), (np.empty(0), np.empty(0))
 
 
@@ -107,14 +107,15 @@ def _attending(
     attention: Any, norms: Norms, cache: KVCache, parts: tuple[Any, ...], options: dict[str, Any]
 ) -> Attending | None:
     """Return the program of attention to the keys of ``cache``, or None if there is none."""
+    keys, values = cache.arrays[:2]
+    kernel = _kernel() if keys.dtype == FLOAT32 and len(keys) == 1 else None
+    if kernel is None:
+        return None
     if not _takes_attention(attention, norms):
         _refused.add(attention)
-    keys, values = cache.arrays[:2]
-    if attention in _refused or keys.dtype != FLOAT32 or len(keys) > 1:
         return None
     joined = attention.joined, Joined(attention.W_o)
-    kernel = _kernel(*joined)
-    if kernel is None:
+    if not all(each.has_kernels() for each in joined):
         return None
     H, Hkv, D = attention.num_heads, attention.num_kv_heads, attention.head_dim
     program = kernel.Program()
@@ -146,14 +147,16 @@ def _attending(
 
 def _feeding(f: Any, norms: Norms, E: int) -> Any:
     """Return the program of a feed-forward, or None if there is none."""
+    kernel = _kernel()
+    if kernel is None:
+        return None
     rows = *_rows_of(*norms), *(getattr(f, name, None) for name in ("b_in", "b_out", "b_gate"))
     if type(f) is not FeedForward or f.limit is not None or not all(map(_is_read, rows)):
         _refused.add(f)
         return None
     first = Joined(f.W_in) if f.W_gate is None else f.joined
     joined = first, Joined(f.W_out)
-    kernel = _kernel(*joined)
-    if kernel is None:
+    if not all(each.has_kernels() for each in joined):
         return None
     program = kernel.Program()
     x = _normed(program, kernel.X, norms[0], E)
@@ -185,10 +188,8 @@ def _takes_attention(attention: Any, norms: Norms) -> bool:
     return all(map(_is_read, (*rows, *_rows_of(*norms))))
 
 
-def _kernel(*joined: Joined) -> Any:
-    """Return the compiled code, or None as long as preparing it or a matrix is not worth it."""
-    if not all(each.has_kernels() for each in joined):
-        return None
+def _kernel() -> Any:
+    """Return the compiled code, or None as long as preparing it is not worth it."""
     kernel: Any = auto.worthwhile(KERNEL, None, SAVED, compiling=COMPILING, kind="sublayer")
     if kernel is None:
         auto.spent(SAVED, "sublayer")
