@@ -1,7 +1,10 @@
 """One token's sublayers in compiled code give what the layer computes step by step."""
 
 import copy
+import os
 import pickle
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -227,6 +230,38 @@ def test_new_weights_and_thread_counts_have_effect():
         np.testing.assert_allclose(made.attend(x, cache=cache), before, atol=1e-4)
     finally:
         minimha.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_goes_on():
+    rng = np.random.default_rng(9)
+    made = layer(rng, rope=RoPE(D))
+    x = rng.standard_normal((4, 1, E), np.float32)
+    cache = made.new_cache(1, 16)
+    run(made, x[:2], cache)
+    want = run(made, x[2:], copy.deepcopy(cache))
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        try:
+            np.testing.assert_array_equal(run(made, x[2:], cache), want)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    np.testing.assert_array_equal(run(made, x[2:], cache), want)
+
+
+def test_threads_decode_with_one_layer():
+    rng = np.random.default_rng(10)
+    made = layer(rng, rope=RoPE(D))
+    x = rng.standard_normal((30, 1, E), np.float32)
+    want = run(made, x, made.new_cache(1, 32))
+    with ThreadPoolExecutor(4) as pool:
+        caches = [made.new_cache(1, 32) for _ in range(4)]
+        found = list(pool.map(lambda cache: run(made, x, cache), caches))
+    for got in found:
+        np.testing.assert_array_equal(got, want)
 
 
 def test_values_that_overflow_are_computed_again():
