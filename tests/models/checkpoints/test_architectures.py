@@ -12,6 +12,7 @@ from minimha.equations.stored import Stored
 from minimha.explain import Trace
 from minimha.models import load
 from minimha.models.attribution import attribution, rollout
+from minimha.layers import decoding
 from minimha.models.checkpoints import from_tensors, safetensors
 from minimha.models.files import read_json
 from minimha.models.interpretability import Head, behaviours, without_heads
@@ -397,3 +398,46 @@ def test_weights_of_16_bits_are_read_as_they_are_and_give_the_same_logits(case):
     for step, wanted in zip(trace.steps, other.steps, strict=True):  # a tap gets arrays
         assert (step.name, type(step.value)) == (wanted.name, type(wanted.value))
         np.testing.assert_allclose(step.value, wanted.value, rtol=1e-3, atol=1e-3)
+
+
+# Families whose layers decode in compiled code, whatever their configs say.
+DECODED = (
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox",
+    "olmo2", "olmo3", "smollm3",
+)  # fmt: skip
+
+
+def test_decoding_in_compiled_code_gives_the_same_logits(case, monkeypatch):
+    sublayer = pytest.importorskip("minimha.kernels.cpu.sublayer")
+    from minimha.kernels.cpu import backend, rung5_decode, weights
+
+    assert backend
+    rung5_decode.KERNEL.compile(np.dtype(np.float32))
+    weights.compile("bfloat16")
+    sublayer.compile()
+    folder, _, _ = case
+    config, tensors = read_json(folder / "config.json"), safetensors.read_folder(folder)
+    model = from_tensors(config, {n: x.astype(ml_dtypes.bfloat16) for n, x in tensors.items()})
+    calls = {"attended": [], "fed": []}
+
+    def decoded():
+        cache = model.new_cache(len(IDS))
+        return np.concatenate([model.logits([n], cache=cache) for n in IDS])
+
+    for name, found in calls.items():
+        function = getattr(decoding, name)
+        monkeypatch.setattr(decoding, name, lambda *_, **__: None)
+        calls[name] = function, found
+    expected = decoded()
+    for name, (function, found) in calls.items():
+
+        def counted(*given, function=function, found=found, **options):
+            y = function(*given, **options)
+            found.append(y is not None)
+            return y
+
+        monkeypatch.setattr(decoding, name, counted)
+    got = decoded()
+    assert relative(got, expected) < CLOSE
+    if config["model_type"] in DECODED:
+        assert all(all(found) for _, found in calls.values())
