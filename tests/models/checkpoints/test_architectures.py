@@ -10,9 +10,9 @@ import pytest
 
 from minimha.equations.stored import Stored
 from minimha.explain import Trace
+from minimha.layers import decoding
 from minimha.models import load
 from minimha.models.attribution import attribution, rollout
-from minimha.layers import decoding
 from minimha.models.checkpoints import from_tensors, safetensors
 from minimha.models.files import read_json
 from minimha.models.interpretability import Head, behaviours, without_heads
