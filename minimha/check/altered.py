@@ -281,6 +281,12 @@ def _hide_queries(x: Prepared, given: Mapping[str, Any], way: str) -> Mapping[st
     return kept | _masked(x, given, x.i < x.lengths)
 
 
+def _rounded_down(x: Prepared, lengths: Array, block: Any) -> Array:
+    if block == "page":
+        block = _page_of(x) or 1
+    return np.asarray(lengths // block * block)
+
+
 def _lose_whole_page(x: Prepared, L: Array, page: Any) -> Array:
     """Lose a last page that is full."""
     if page == "page":
@@ -403,11 +409,13 @@ ALTERATIONS: dict[str, Alter] = {
     "lengths_one_too_long": _lengths(lambda x, L, more: L + more),
     "lengths_one_too_short": _lengths(lambda x, L, _: L - 1),
     "lengths_rounded_up": _lengths(_rounded_up),
-    "lengths_rounded_down": _lengths(lambda x, L, page: L // page * page),
+    "lengths_rounded_down": _lengths(_rounded_down),
     "lengths_lose_whole_page": _lengths(_lose_whole_page),
     "lengths_kept_from_before": _lengths(_kept_from_before),
     "lengths_batch_0_for_all": _lengths(lambda x, L, _: L[:1]),
-    "lengths_shared": _lengths(lambda x, L, which: getattr(L, which)()),
+    "lengths_shared": _lengths(
+        lambda x, L, of: np.minimum.accumulate(L) if of == "least so far" else getattr(L, of)()
+    ),
     "lengths_hide_queries": _hide_queries,
     "lengths_from_left": _from_left,
     "window_sides_swapped": _option("window_size", lambda x, w, _: (w[1], w[0])),
@@ -460,18 +468,19 @@ def _from_first_row(x: Prepared, given: Mapping[str, Any], which: str) -> Mappin
 
 
 def _moved_borders(x: Prepared, given: Mapping[str, Any], more: Any) -> Mapping[str, Any]:
-    """Move the borders between packed sequences, of queries and of keys that are as many.
+    """Move the borders between packed sequences, of queries and of keys.
 
     Or let the keys of a sequence begin where its queries do.
     """
     if more == "as queries":
         return _as_queries(x, given, more)
-    starts = given.get("cu_seqlens_q")
-    if starts is None or not np.array_equal(starts, given.get("cu_seqlens_k", starts)):
-        return {}
-    moved = np.array(starts)
-    moved[1:-1] += more
-    return {name: moved for name in ("cu_seqlens_q", "cu_seqlens_k") if name in given}
+    changed: dict[str, Any] = {}
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if given.get(name) is not None:
+            moved = np.array(given[name])
+            moved[1:-1] = np.clip(moved[1:-1] + more, 0, moved[-1])
+            changed[name] = moved
+    return changed
 
 
 def _ranges(change: Callable[[Array, Array, Any], tuple[Array, Array]]) -> Alter:
@@ -514,6 +523,15 @@ def _until_empty(queries: Array, keys: Array, _: Any) -> tuple[Array, Array]:
 
 def _pages(change: Callable[[Array, Any], Any]) -> Alter:
     return _option("block_table", lambda x, table, value: change(table, value))
+
+
+def _by_used_stride(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    """Read the table as if each row had only as many pages as the longest entry uses."""
+    if given.get("block_table") is None or given.get("kv_lengths") is None:
+        return {}
+    table = np.asarray(given["block_table"])
+    used = -(-int(np.max(given["kv_lengths"])) // np.shape(given["k"])[2])
+    return {"block_table": table.ravel()[: len(table) * used].reshape(len(table), used)}
 
 
 def _in_order(x: Prepared, table: Any, of: str) -> Any:
@@ -560,11 +578,12 @@ def _counted(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]
     return {"attn_bias": np.log(np.maximum(times, 1)) + given.get("attn_bias", 0)}
 
 
-def _by_place(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+def _by_place(x: Prepared, given: Mapping[str, Any], order: str) -> Mapping[str, Any]:
     """Hide the indices whose place is after their query's, as causality hides keys."""
     if given.get(INDICES) is None or not given.get("is_causal"):
         return {}
     picks = np.asarray(given[INDICES])
+    picks = np.sort(picks, -1) if order == "sorted" else picks
     seen = np.arange(picks.shape[-1]) <= x.i + x.offset
     return {INDICES: np.where(seen, picks, -1), "is_causal": False}
 
@@ -684,6 +703,7 @@ ARRANGED: dict[str, Alter] = {
     "pages_of_entry_0": _pages(lambda table, _: np.repeat(table[:1], len(table), 0)),
     "pages_in_order": _option("block_table", _in_order),
     "page_size_wrong": _reread,
+    "pages_by_used_stride": _by_used_stride,
     "pages_repeat": _pages(lambda table, n: table[:, np.arange(table.shape[1]) % n]),
     "sequences_repeat": _ranges(_of_first_sequences),
     "sequences_end_at_empty": _ranges(_until_empty),

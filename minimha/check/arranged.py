@@ -212,10 +212,13 @@ def _packed(seed: int, D: int) -> Iterator[Graded]:
 
 def _pool(
     draw: Draw, size: int, H: int, Hkv: int, D: int, *, shares: bool = False, Lq: int = 5,
-    lengths: Any = IN_PAGES,
+    lengths: Any = IN_PAGES, unused: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return queries, a pool of pages in any order, and the table of each entry's pages."""
-    number = -(-int(lengths.max()) // size)
+    """Return queries, a pool of pages in any order, and the table of each entry's pages.
+
+    The table has ``unused`` pages after those of the longest entry.
+    """
+    number = -(-int(lengths.max()) // size) + unused
     table = _table(draw, 3, number)
     if shares:  # as after a common prompt
         table[1, 0] = table[0, 0]
@@ -249,7 +252,7 @@ def _paged(seed: int, D: int) -> Iterator[Graded]:
             yield _problem(name, "block_table", given)
     for size in LARGE_PAGES:
         draw = Draw(f"pages of {size}, more keys than a block {seed}")
-        given = _pool(draw, size, 4, 2, D, lengths=BLOCKS_IN_PAGES)
+        given = _pool(draw, size, 4, 2, D, lengths=BLOCKS_IN_PAGES, unused=1)
         name = f"pages of {size}, more keys than a block"
         yield _problem(name, "block_table", given)
         causal = {"is_causal": True, "q_offset": BLOCKS_IN_PAGES - 5}

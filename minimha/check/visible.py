@@ -191,6 +191,7 @@ def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
         ("offset_subtracted", -x.offset),
         ("offset_below_0_is_0", np.maximum(x.offset, 0)),
         ("offset_added_twice", 2 * x.offset),
+        ("offset_added_to_last", x.offset + x.Lk - x.Lq),
         ("window_ignores_offset", np.zeros_like(x.offset)),
         ("alibi_ignores_offset", np.zeros_like(x.offset)),
     ):

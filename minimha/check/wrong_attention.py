@@ -122,6 +122,8 @@ class _Deviation(Scores):
         self.normalise()
         self.weigh()
         self.take_logarithm()
+        if "state_of_earlier_heads" in self.d:
+            self.add_earlier_heads()
         self.settle_rows()
         return self.finish()
 
@@ -170,10 +172,11 @@ class _Deviation(Scores):
             total = total + unseen * exp(-top)
         more = d.get("denominator_enlarged", 0)
         total = total + (exp(-top) if more == "exp(-m)" else more)
+        divisor = plain if "sink_in_lse_alone" in d else total
         W = (
             numerators
             if "softmax_not_normalised" in d
-            else numerators / np.where(total == 0, 1, total)
+            else numerators / np.where(divisor == 0, 1, divisor)
         )
         if "columns_not_rescaled" in d:
             stale = self.stale(d["columns_not_rescaled"][1], exp, exp(keys_top - top))
@@ -370,6 +373,9 @@ class _Deviation(Scores):
             else:
                 unscaled = np.where(self.visible, self.raw, -np.inf).max(-1, keepdims=True)
             L = logarithm + unscaled
+        if "lse_of_last_maximum" in d:
+            first = (self.x.Lk - 1) // d["lse_of_last_maximum"] * d["lse_of_last_maximum"]
+            L = logarithm + self.S[..., first:].max(-1, keepdims=True, initial=-np.inf)
         if "lse_base_2" in d:
             L = L / np.log(2)
         if "lse_of_largest_part" in d:
@@ -400,6 +406,17 @@ class _Deviation(Scores):
         factor = 1 if self.x.is_likely else 4
         self.lse_bound = factor * (drift + self.looseness + self.x.unit * (sizes + 1))
         self.lse_bound = self.lse_bound + self.x.summed(self.x.Lk, 32)
+
+    def add_earlier_heads(self) -> None:
+        """Let each head's sums begin with those of the heads before it."""
+        top = self.L.max(1, keepdims=True)
+        top = np.where(np.isneginf(top), 0, top)
+        sums = np.exp(self.L - top)[..., None]
+        whole = np.cumsum(sums, 1)
+        self.O = np.cumsum(sums * self.O, 1) / np.where(whole == 0, 1, whole)
+        self.L = np.log(whole[..., 0]) + top
+        self.bound = 2 * np.maximum.accumulate(spread(self.bound, self.O.shape), 1)
+        self.lse_bound = 2 * np.maximum.accumulate(self.lse_bound, 1)
 
     def settle_rows(self) -> None:
         """Set the accepted numbers in rows that see no key, or that a hidden NaN may reach."""
@@ -495,6 +512,9 @@ class _Deviation(Scores):
         if way is not None:
             arrays = [confused(spread(a, self.O.shape), way) for a in arrays]
             is_free = confused(is_free, way)
+        if "output_rows_permuted" in self.d:
+            arrays = [self.in_other_order(spread(a, self.O.shape)) for a in arrays]
+            is_free = self.in_other_order(is_free)
         if "output_columns_repeat" in self.d:
             columns = np.arange(self.O.shape[-1]) % self.d["output_columns_repeat"]
             arrays, is_free = [a[..., columns] for a in arrays], is_free[..., columns]
@@ -515,6 +535,15 @@ class _Deviation(Scores):
             output, bound, self.L, self.lse_bound, tuple(others), is_free, self.is_lse_free
         )
         return found if self.x.place is None else _packed(found, self.x.place)
+
+    def in_other_order(self, a: Array) -> Array:
+        """Return the rows of each group, (B, H, Lq, Dv), as if their order were the other one."""
+        (B, H, Lq, Dv), Hkv = a.shape, self.x.Hkv
+        grouped = a.reshape(B, Hkv, H // Hkv, Lq, Dv)
+        if self.d["output_rows_permuted"] == "heads alternate":
+            return grouped.swapaxes(2, 3).reshape(a.shape)
+        other = grouped.reshape(B, Hkv, Lq, H // Hkv, Dv).swapaxes(2, 3)
+        return np.asarray(other.reshape(a.shape))
 
 
 def _packed(found: Deviated, place: Place) -> Deviated:

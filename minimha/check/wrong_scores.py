@@ -140,6 +140,9 @@ class Scores:
         for operation in sorted(order, key=order.__getitem__):
             getattr(self, operation)()
         self.has_score = spread(~np.isneginf(self.S), self.x.shape)
+        if "scores_clipped" in self.d:
+            most = self.d["scores_clipped"]
+            self.S = np.where(self.has_score, np.clip(self.S, -most, most), -np.inf)
         if "lse_base_2_merged" in self.d:
             self.weigh_parts("lse", self.d["lse_base_2_merged"])
         if "parts_merged_wrongly" in self.d:
@@ -190,7 +193,7 @@ class Scores:
         more = {
             "lse": L * (1 / ln2 - 1), "mean": -L, "all": -L, "sums": -top, "2^L": L * (ln2 - 1),
             "2^(L - max)": (L - L.max(-1, keepdims=True)) * (ln2 - 1),
-            "sums, max": most[..., -1:] - top, "own maximum": most - top,
+            "maximum": top - L, "sums, max": most[..., -1:] - top, "own maximum": most - top,
             "L of the largest": _lost_in_turn(L), "L of the last": _in_turn_by_last(L) - L,
         }[way]  # fmt: skip
         self.S = np.where(self.has_score, self.S + more[..., part], -np.inf)
@@ -296,8 +299,9 @@ class Scores:
         )
         if what == "distances":
             distance = rounded(distance, *FORMATS[dtype])
-        slopes = slopes.astype(np.float64)[:, None, None]
-        self.add(-self.unit_of("alibi_slopes") * slopes * distance)
+        penalty = slopes.astype(np.float64)[:, None, None] * distance
+        penalty = np.trunc(penalty) if "alibi_whole" in d else penalty
+        self.add(-self.unit_of("alibi_slopes") * penalty)
 
     def modify(self) -> None:
         function = self.x.given.get("score_mod")
