@@ -39,6 +39,7 @@ OVER_SCORES = (("attn_mask",), ("attn_bias",))  # not taken beside packed sequen
 PAGES = (4, 16, 32, 24)  # keys of a page
 DECODING, ENDS = "one query", "at the ends"  # of the keys, as where a kernel decodes
 QUERIES, KEYS = np.array([3, 5, 2]), np.array([7, 6, 9])  # of packed sequences
+EQUAL = np.array([4, 4, 4]), np.array([9, 9, 9])  # sequences that only their offsets tell apart
 IN_PAGES = np.array([41, 64, 35])  # keys of each batch entry; the second fills its last page
 LARGE_PAGES = (24, 48, 128)  # sizes that no block of 64 keys divides, or a whole block and more
 BLOCKS_IN_PAGES = np.array([141, 288, 205])
@@ -48,8 +49,8 @@ BLOCKS_IN_PAGES = np.array([141, 288, 205])
 def arranged(seed: int = 0, D: int = 8) -> tuple[Graded, ...]:
     """Return the problems, the plainest of each kind before the others of that kind."""
     problems = (
-        *_functions(seed, D), *_packed(seed, D), *_paged(seed, D), *_both(seed, D),
-        *_picked(seed, D), *_scaled(seed, D),
+        *_functions(seed, D), *_packed(seed, D), *_paged(seed, D),
+        *_shared_and_far(seed, D), *_both(seed, D), *_picked(seed, D), *_scaled(seed, D),
     )  # fmt: skip
     return tuple(kept(problem) for problem in problems)
 
@@ -197,6 +198,7 @@ def _packed(seed: int, D: int) -> Iterator[Graded]:
         (QUERIES, QUERIES, "as many keys", some), (QUERIES, KEYS, "more keys", ((), *CROSSED)),
         (QUERIES, KEYS[::-1], "other keys", some), (many, many[::-1] + 2, "40 sequences", some),
         (QUERIES, KEYS * [1, 0, 1], "no keys in a sequence", ((), ("return_lse",))),
+        (*EQUAL, "equal sequences", (("is_causal",), ("window_size",))),
     ):  # fmt: skip
         for on in rows:
             name = ", ".join([words, *on])
@@ -207,6 +209,8 @@ def _packed(seed: int, D: int) -> Iterator[Graded]:
             given |= _options(draw, on, H, KEYS - np.array([1, 0, 2]))
             if words != "as many keys" and POSITIONAL & {*on}:
                 given["q_offset"] = keys - queries
+            if words == "equal sequences":
+                given["q_offset"] = np.array([5, 1, 3])
             yield _problem(name, "cu_seqlens_q", given)
 
 
@@ -257,6 +261,19 @@ def _paged(seed: int, D: int) -> Iterator[Graded]:
         yield _problem(name, "block_table", given)
         causal = {"is_causal": True, "q_offset": BLOCKS_IN_PAGES - 5}
         yield _problem(f"{name}, is_causal", "block_table", {**given, **causal})
+
+
+def _shared_and_far(seed: int, D: int) -> Iterator[Graded]:
+    """Yield a problem whose entries share their first pages, and one with a large pool of pages."""
+    draw, lengths = Draw(f"shared pages {seed}"), np.array([60, 19, 47])
+    given = _pool(draw, 16, 4, 2, D, lengths=lengths)
+    given["block_table"][:, :2] = given["block_table"][0, :2]
+    yield _problem("an entry that ends in shared pages", "block_table", given)
+    draw, pages = Draw(f"many pages {seed}"), 1200  # of 2 heads and 16 keys: more than 2^15 rows
+    given = draw.qkv(pages, 4, 1, 16, D, Hkv=2)
+    table = draw.rng.permutation(np.arange(1024, pages))[: 3 * 4].reshape(3, 4)
+    given |= {"q": given["q"][:3], "block_table": table.astype(np.int32), "kv_lengths": IN_PAGES}
+    yield _problem(f"{pages} pages of 16", "block_table", given)
 
 
 def _both(seed: int, D: int) -> Iterator[Graded]:

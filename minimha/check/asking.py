@@ -46,7 +46,9 @@ TRIED = [
         (64, 32), (256, 64),
     )
 ]  # fmt: skip
-NEEDED: tuple[Switches, ...] = (frozenset(), frozenset({"one query"}))
+NEEDED: tuple[Switches, ...] = (
+    frozenset(), *(frozenset({s}) for s in ("one query", "is_causal", "window_size")),
+)  # fmt: skip
 WIDE, WIDEST = 128, 192  # widths of heads, with which each option is asked again
 LARGEST = 1024  # width, and divisor of lengths, that may be declared
 MOST_SHRUNK = 3

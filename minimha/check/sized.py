@@ -27,6 +27,7 @@ LONG = 1000  # tokens from which on groups have two heads, to save time
 TAILS = ((130, 130), (190, 190))  # more than one row after the last whole 64 or 128
 SINKS = ((33, 129), (1, 257), (1, 1025), (1, 8209))
 HEADS = ((2, 32, 4), (10, 4, 4), (1, 64, 8), (1, 20, 4), (1, 32, 1))  # B, H, Hkv
+TILED = 6, 210  # heads and tokens, in several tiles of 64 and of 128
 AXIS_OF_HEADS = {"alibi_slopes": 0, "sinks": 0, "attn_bias": 1, "attn_mask": 1}
 ALONE = ", entry 0 alone"
 SHOWS = "whether it is right at the sizes of models"
@@ -73,10 +74,27 @@ def _problems(seed: int) -> Iterator[Graded]:
         for name, option in _options(rng, B, H, 17, 65).items():
             given = {name: option} | ({"q_offset": 48} if name in POSITIONAL else {})
             yield _problem(rng, (B, H, Hkv, 17, 65, 64, 64), "normal", **given)
+    H, L = TILED
+    for given in _in_several_tiles(rng, H, L):
+        yield _problem(rng, (1, H, 2, L, L, 64, 64), "normal", **given)
+    yield _problem(rng, (1, 2, 2, 33, 65, 18, 18))  # no whole vectors
     lengths = np.array([1025, 70, 600])  # of entries that decode together
     yield _problem(rng, (3, 4, 2, 1, 1025, 64, 64), "normal", kv_lengths=lengths)
     for name in ("all equal", "one hot"):
         yield _problem(rng, (1, 2, 2, 65, 65, 64, 64), name)
+
+
+def _in_several_tiles(rng: np.random.Generator, H: int, L: int) -> Iterator[dict[str, Any]]:
+    """Yield options that go another way in some tiles: at borders, in far ones, in whole ones."""
+    seen = np.ones((1, 1, L, L), bool)
+    seen[..., 128:] = rng.random((L, L - 128)) < 0.5
+    steep = 2.0 ** -np.tile([1.0, 4.5, 8.0], H)[:H]
+    yield {"is_causal": True}
+    yield {"window_size": (40, 0)}
+    yield {"window_size": (60, 9)}
+    yield {"alibi_slopes": steep.astype(np.float32)}
+    yield {"alibi_slopes": steep.astype(np.float32), "q_offset": 30}
+    yield {"attn_mask": seen, "kv_lengths": np.array([100])}
 
 
 def _options(rng: np.random.Generator, B: int, H: int, Lq: int, Lk: int) -> dict[str, Any]:

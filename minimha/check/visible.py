@@ -186,6 +186,7 @@ def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
         ("causal_top_left", np.zeros_like(x.offset)),
         ("causal_bottom_right", np.full_like(x.offset, x.Lk - x.Lq)),
         ("causal_by_length", x.lengths - x.Lq),
+        ("default_by_length", x.offset if "q_offset" in x.given else x.lengths - x.Lq),
         ("offset_batch_0_for_all", x.offset[:1]),
         ("offset_of_0_ignored", _unless_0(x)),
         ("offset_subtracted", -x.offset),
