@@ -313,7 +313,8 @@ def long(taken: Switches) -> list[Switches]:
     sets = [
         *({s} for s in OPTIONS), *({s, "one query"} for s in OPTIONS),
         *(among | {s} for s in sorted(POSITIONAL)), {"is_causal", "window_size"},
-        *({s, "window_size", "one query"} for s in OPTIONS if s != "window_size"),
+        *({s, "window_size", "one query"} for s in OPTIONS if s not in ("window_size", "kv_lengths")),
+        {"kv_lengths", "window_size", "one query", AT_LENGTHS},
         {"is_causal", "groups of 4"}, {"groups of 4", "one query"}, {"sinks", "window_size"},
         {"kv_lengths", "batch"}, {"attn_bias", "window_size"}, {"attn_mask", "window_size"},
     ]  # fmt: skip
