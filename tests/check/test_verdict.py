@@ -5,11 +5,13 @@ from functools import cache
 
 import numpy as np
 import pytest
+from check import wrong
 from check.mutants import DTYPES, ROUNDED_BY, answered_by, answers
 from check.pairs import of_attention, verdict_on
 from check.right import random_kernel
 from check.wrong import WRONG
 
+import minimha
 from minimha.check.answer import Answer
 from minimha.check.catalogue import DEVIATIONS
 from minimha.check.prepared import Prepared
@@ -103,6 +105,15 @@ def test_wrong_kernels_are_named(function, deviations):
 )
 def test_two_deviations_are_named_as_the_pair(pair):
     assert verdict_on(pair, problems_in("float32"), prepared_in("float32")) == "pair"
+
+
+@pytest.mark.parametrize(
+    ("function", "deviation"),
+    [(wrong.clipped, "scores_clipped"), (wrong.a_mask_that_stays, "lengths_kept_from_before")],
+)
+def test_bugs_that_only_other_problems_show_are_named(function, deviation):
+    report = minimha.check(function, seed=7)
+    assert (report.verdict, report.deviations) == ("wrong", (deviation,))
 
 
 @pytest.mark.parametrize(

@@ -460,3 +460,111 @@ def grouped_throughout(q, k, v, alibi_slopes=None, sinks=None):
         extra = np.exp(sinks - top)
     E = np.exp(S - top)
     return E / (E.sum(-1, keepdims=True) + extra) @ v
+
+
+@has("sums_over_queries")
+def exponentials_over_sums_of_columns(q, k, v):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    E = np.exp(S - S.max(-1, keepdims=True))
+    return E / E.sum(-2, keepdims=True) @ v
+
+
+@has("scale_whole_root")
+def integer_root(q, k, v):
+    k, v = repeated(q, k, v)
+    return softmax(q @ k.swapaxes(-1, -2) / int(np.sqrt(q.shape[-1]))) @ v
+
+
+def clipped(q, k, v):
+    k, v = repeated(q, k, v)
+    E = np.exp(np.clip(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -50, 50))
+    return E / E.sum(-1, keepdims=True) @ v
+
+
+@has("state_of_earlier_heads")
+def sums_that_go_on(q, k, v):
+    k, v = repeated(q, k, v)
+    O = np.zeros((*q.shape[:3], v.shape[-1]))
+    for b, i in np.ndindex(q.shape[0], q.shape[2]):
+        scores, values = np.zeros(0), np.zeros((0, v.shape[-1]))
+        for h in range(q.shape[1]):
+            scores = np.append(scores, k[b, h] @ q[b, h, i].astype(float) / np.sqrt(q.shape[-1]))
+            values = np.concatenate([values, v[b, h]])
+            O[b, h, i] = softmax(scores) @ values
+    return O
+
+
+@has("output_rows_permuted")
+def rows_unpacked_as_heads(q, k, v):
+    (B, H, Lq, D), Hkv = q.shape, k.shape[1]
+    rows = q.reshape(B, Hkv, H // Hkv, Lq, D).swapaxes(2, 3).reshape(B, Hkv, -1, D)
+    O = softmax(rows @ k.swapaxes(-1, -2) / np.sqrt(D)) @ v
+    return O.reshape(B, H, Lq, -1)
+
+
+@has("all_but_first_whole_dropped")
+def at_least_one_tile(q, k, v):
+    k, v = repeated(q, k, v)
+    Lk = max(1, k.shape[2] // 64) * 64
+    return softmax(q @ k[:, :, :Lk].swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v[:, :, :Lk]
+
+
+@has("alibi_whole")
+def penalties_in_integers(q, k, v, alibi_slopes=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    if alibi_slopes is not None:
+        if q.shape[2] != k.shape[2]:
+            raise NotImplementedError
+        i, j = np.indices(S.shape[-2:])
+        S = S - (alibi_slopes[:, None, None] * abs(i - j)).astype(int)
+    return softmax(S) @ v
+
+
+@has("sink_in_lse_alone")
+def sink_forgotten_in_the_output(q, k, v, sinks=None, return_lse=False):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    L = np.log(np.exp(S - S.max(-1, keepdims=True)).sum(-1)) + S.max(-1)
+    if sinks is not None:
+        L = np.logaddexp(L, sinks[:, None])
+    return (softmax(S) @ v, L) if return_lse else softmax(S) @ v
+
+
+@has("lse_of_last_maximum")
+def maximum_of_the_last_tile(q, k, v, return_lse=False):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    last = S[..., (k.shape[2] - 1) // 32 * 32 :].max(-1)
+    L = np.log(np.exp(S - S.max(-1, keepdims=True)).sum(-1)) + last
+    return (softmax(S) @ v, L) if return_lse else softmax(S) @ v
+
+
+def padded(q, k, v, seen):
+    k, v = repeated(q, k, v)
+    S = np.where(seen, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)
+    E = np.exp(S - np.maximum(S.max(-1, keepdims=True), -1e30))
+    return E / np.maximum(E.sum(-1, keepdims=True), 1e-30) @ np.nan_to_num(v)
+
+
+@has("lengths_hide_queries")
+def padding_of_queries(q, k, v, kv_lengths=None):
+    lengths = np.full(len(q), 1 << 20) if kv_lengths is None else kv_lengths
+    return padded(q, k, v, np.arange(q.shape[2])[:, None] < lengths[:, None, None, None])
+
+
+@has("lengths_shared")
+def lengths_that_only_shrink(q, k, v, kv_lengths=None):
+    lengths = np.full(len(q), k.shape[2]) if kv_lengths is None else kv_lengths
+    least = np.minimum.accumulate(lengths)[:, None, None, None]
+    return padded(q, k, v, np.arange(k.shape[2]) < least)
+
+
+def a_mask_that_stays(q, k, v, kv_lengths=None):
+    seen, mask = np.ones((len(q), 1, 1, k.shape[2]), bool), np.ones(k.shape[2], bool)
+    for b, length in enumerate([] if kv_lengths is None else kv_lengths):
+        if length < k.shape[2]:
+            mask = np.arange(k.shape[2]) < length
+        seen[b] = mask
+    return padded(q, k, v, seen)
