@@ -310,11 +310,12 @@ def long(taken: Switches) -> list[Switches]:
     All are in ``taken``, but for ``LONG`` itself.
     """
     among = frozenset({"fewer queries", "at the end"})
+    windowed = frozenset({"window_size", "one query"})
     sets = [
         *({s} for s in OPTIONS), *({s, "one query"} for s in OPTIONS),
         *(among | {s} for s in sorted(POSITIONAL)), {"is_causal", "window_size"},
-        *({s, "window_size", "one query"} for s in OPTIONS if s not in ("window_size", "kv_lengths")),
-        {"kv_lengths", "window_size", "one query", AT_LENGTHS},
+        *(windowed | {s} for s in OPTIONS if s not in ("window_size", "kv_lengths")),
+        windowed | {"kv_lengths", AT_LENGTHS},
         {"is_causal", "groups of 4"}, {"groups of 4", "one query"}, {"sinks", "window_size"},
         {"kv_lengths", "batch"}, {"attn_bias", "window_size"}, {"attn_mask", "window_size"},
     ]  # fmt: skip

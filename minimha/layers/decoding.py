@@ -60,7 +60,9 @@ def attended(
     ``norms`` are applied to the attention's input and output. ``options`` are scale, softcap and
     sinks, as in ``minimha.attention``. Raises ValueError if the cache is full.
     """
-    if type(cache) is not KVCache or not _is_one_token(x) or attention in _refused:
+    if type(cache) is not KVCache or attention in _refused:
+        return None
+    if not _is_one_token(x, attention.d_model):
         return None
     if backend not in ("auto", "cpu") or not _has_attention():
         return None
@@ -89,17 +91,20 @@ def fed(feed_forward: Any, norms: Norms, x: Array, source: Array | None) -> Arra
 
     ``source`` is by default x. ``norms`` are applied to the feed-forward's input and output.
     """
-    if not _is_one_token(x) or feed_forward in _refused:
+    if feed_forward in _refused:
+        return None
+    E = x.shape[-1]
+    if not _is_one_token(x, E) or not _is_one_token(x if source is None else source, E):
         return None
     free = _of_feed_forwards.setdefault(feed_forward, [])
     program, made_for = free.pop() if free else (None, ())
-    if program is None or not program.is_current() or not _are(norms, made_for):
-        program = _feeding(feed_forward, norms, x.shape[-1])
+    if program is None or not program.is_current() or not _are((E, *norms), made_for):
+        program = _feeding(feed_forward, norms, E)
         if program is None:
             return None
     y = np.empty_like(x)
     program.run(x if source is None else source, x, y)
-    free.append((program, norms))
+    free.append((program, (E, *norms)))
     return y
 
 
@@ -107,15 +112,18 @@ def _attending(
     attention: Any, norms: Norms, cache: KVCache, parts: tuple[Any, ...], options: dict[str, Any]
 ) -> Attending | None:
     """Return the program of attention to the keys of ``cache``, or None if there is none."""
-    keys, values = cache.arrays[:2]
-    kernel = _kernel() if keys.dtype == FLOAT32 and len(keys) == 1 else None
+    kernel = _kernel()
     if kernel is None:
         return None
     if not _takes_attention(attention, norms):
         _refused.add(attention)
         return None
+    keys, values = cache.arrays[:2]
+    widths = [(1, attention.num_kv_heads, n) for n in (attention.head_dim, attention.value_dim)]
+    if keys.dtype != FLOAT32 or [(*x.shape[:2], x.shape[3]) for x in (keys, values)] != widths:
+        return None
     joined = attention.joined, Joined(attention.W_o)
-    if not all(each.has_kernels() for each in joined):
+    if not _have_kernels(attention, joined):
         return None
     H, Hkv, D = attention.num_heads, attention.num_kv_heads, attention.head_dim
     program = kernel.Program()
@@ -150,13 +158,12 @@ def _feeding(f: Any, norms: Norms, E: int) -> Any:
     kernel = _kernel()
     if kernel is None:
         return None
-    rows = *_rows_of(*norms), *(getattr(f, name, None) for name in ("b_in", "b_out", "b_gate"))
-    if type(f) is not FeedForward or f.limit is not None or not all(map(_is_read, rows)):
+    if not _takes_feed_forward(f, norms, E):
         _refused.add(f)
         return None
     first = Joined(f.W_in) if f.W_gate is None else f.joined
     joined = first, Joined(f.W_out)
-    if not all(each.has_kernels() for each in joined):
+    if not _have_kernels(f, joined):
         return None
     program = kernel.Program()
     x = _normed(program, kernel.X, norms[0], E)
@@ -180,12 +187,29 @@ def _takes_attention(attention: Any, norms: Norms) -> bool:
         return False
     if attention.clip is not None or attention.gate is not None:
         return False
-    rope = attention.rope
+    E, rope = attention.d_model, attention.rope
+    if {attention.context_dim, attention.value_source_dim, attention.output_dim} != {E}:
+        return False
     if rope is not None and (type(rope) is not RoPE or rope.is_dynamic):
         return False
     named = ("b_q", "b_k", "b_v", "b_o", "g_q", "g_k", "s_q", "s_k")
     rows = (getattr(attention, name, None) for name in named)
-    return all(map(_is_read, (*rows, *_rows_of(*norms))))
+    return all(row is None or _is_read(row, row.size) for row in rows) and _are_read(norms, E)
+
+
+def _takes_feed_forward(f: Any, norms: Norms, E: int) -> bool:
+    """Return whether a program can compute this feed-forward for tokens of width E."""
+    if type(f) is not FeedForward or f.limit is not None:
+        return False
+    F = f.W_in.shape[1]
+    if {
+        f.W_in.shape,
+        f.W_out.shape[::-1],
+        f.W_in.shape if f.W_gate is None else f.W_gate.shape,
+    } != {(E, F)}:
+        return False
+    rows = (f.b_in, F), (f.b_gate, F), (f.b_out, E)
+    return all(row is None or _is_read(row, n) for row, n in rows) and _are_read(norms, E)
 
 
 def _kernel() -> Any:
@@ -194,12 +218,22 @@ def _kernel() -> Any:
     if kernel is None:
         auto.spent(SAVED, "sublayer")
         return None
+    if not kernel.IS_POSSIBLE:
+        return None
     try:
         kernel.compile()
     except kernel.CompilationFailed as error:
         auto.give_up(error)
         return None
-    return kernel if kernel.IS_POSSIBLE else None
+    return kernel
+
+
+def _have_kernels(part: Any, joined: tuple[Joined, ...]) -> bool:
+    """Return whether kernels multiply by all matrices of ``part``, and refuse it if never."""
+    found = [each.has_kernels() for each in joined]
+    if None in found:
+        _refused.add(part)
+    return all(found)
 
 
 def _has_attention() -> bool:
@@ -241,20 +275,20 @@ def _are(parts: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     return len(parts) == len(others) and all(map(is_, parts, others))
 
 
-def _is_one_token(x: Array) -> bool:
-    return x.shape[:2] == (1, 1) and x.dtype == FLOAT32 and bool(x.flags.c_contiguous)
+def _is_one_token(x: Array, E: int) -> bool:
+    return x.shape == (1, 1, E) and x.dtype == FLOAT32 and bool(x.flags.c_contiguous)
 
 
-def _is_read(row: Array | None) -> bool:
-    """Return whether the program can read a bias or gain in place."""
-    return row is None or bool(
-        row.dtype == FLOAT32 and row.flags.c_contiguous and row.flags.aligned
-    )
+def _is_read(row: Array, n: int) -> bool:
+    """Return whether the program can read a bias or gain of n numbers in place."""
+    is_row = row.dtype == FLOAT32 and row.size == n
+    return bool(is_row and row.flags.c_contiguous and row.flags.aligned)
 
 
-def _rows_of(*norms: Norm | None) -> list[Array]:
-    found = [norm.gain for norm in norms if norm is not None]
-    return [*found, *(norm.bias for norm in norms if isinstance(norm, LayerNorm))]
+def _are_read(norms: Norms, E: int) -> bool:
+    found = [norm for norm in norms if norm is not None]
+    rows = [norm.gain for norm in found] + [n.bias for n in found if isinstance(n, LayerNorm)]
+    return all(_is_read(row, E) for row in rows)
 
 
 @lru_cache(4)

@@ -77,11 +77,13 @@ class Joined:
             found.update(zip(group.numbers, each, strict=True))
         return [found[n].reshape(*x.shape[:-1], W.shape[1]) for n, W in enumerate(self.matrices)]
 
-    def has_kernels(self) -> bool:
-        """Return whether kernels would multiply one row by all matrices."""
+    def has_kernels(self) -> bool | None:
+        """Return whether kernels multiply one row by all matrices now; None means never."""
         row = np.empty((1, 0), np.float32)
         names = {_format(row, W) for W in self.matrices}
-        return None not in names and all(_kernel(str(name), 0.0) is not None for name in names)
+        if None in names:
+            return None
+        return all(_kernel(str(name), 0.0) is not None for name in names)
 
 
 class Group:

@@ -314,3 +314,22 @@ def test_what_compiled_code_does_not_take_is_computed_step_by_step(options, monk
     assert attend(made, x, cache, options.get("backend", "auto")) is None
     made.attend(x, cache=cache, backend=options.get("backend", "auto"))
     np.testing.assert_array_equal(cache.lengths, [1] * batch)
+
+
+@pytest.mark.parametrize("what", ["x", "cache", "bias", "norm"])
+def test_shapes_that_do_not_fit_are_errors_and_not_read_beyond(what):
+    rng = np.random.default_rng(11)
+    made = layer(rng, bias=True)
+    x = rng.standard_normal((1, 1, E + (what == "x")), np.float32)
+    cache = KVCache(1, HKV, 8, D + (what == "cache"))
+    if what == "bias":
+        made = replace(made, feed_forward=replace(made.feed_forward, b_in=row(rng, F + 1)))
+    if what == "norm":
+        made = replace(made, feed_forward_norm=norm(rng, "rms", E + 1))
+    assert decoding.fed(made.feed_forward, (made.feed_forward_norm, None), x, None) is None or (
+        what == "cache"
+    )
+    if what in ("x", "cache"):
+        assert attend(made, x, cache) is None
+    with pytest.raises(ValueError, match=r"expected|shape"):
+        made(x, cache=cache)
