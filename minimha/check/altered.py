@@ -411,6 +411,8 @@ ALTERATIONS: dict[str, Alter] = {
     "lengths_rounded_up": _lengths(_rounded_up),
     "lengths_rounded_down": _lengths(_rounded_down),
     "lengths_lose_whole_page": _lengths(_lose_whole_page),
+    "lengths_of_0_ignored": _lengths(lambda x, L, _: np.where(L == 0, x.Lk, L)),
+    "whole_lengths_hide_all": _lengths(lambda x, L, _: L * (x.Lk > L)),
     "lengths_kept_from_before": _lengths(_kept_from_before),
     "lengths_batch_0_for_all": _lengths(lambda x, L, _: L[:1]),
     "lengths_shared": _lengths(

@@ -30,7 +30,8 @@ COLUMNS = ("columns of Q and K", "whole blocks of columns of Q and K")
 TEMPLATES = (32, 64, 96, 128, 192, 256)  # widths for which kernels are compiled
 MANY = (256, 512, 1024, 2048, 4096)
 SPLITS = (
-    *(("parts", n) for n in (2, 4, 8, 3)), *(("keys", n) for n in (*BLOCKS[:6], 96)), ("floors", 2),
+    *(("parts", n) for n in (2, 4, 8, 3)), *(("keys", n) for n in (*BLOCKS[:6], 96, 48)),
+    ("floors", 2),
     *(("at most 8", n) for n in (*BLOCKS[:2], 128, 256)), *(("keys", n) for n in MANY),
     *(("first", n) for n in (128, 64, 256)),
 )  # fmt: skip
@@ -144,6 +145,8 @@ _ALL = [
     ),
     *stage("softcap", ("softcap",),
         ("softcap_ignored", "softcap is ignored.", "Replace scores s by c · tanh(s / c)."),
+        ("softcap_ignored_in_tail", "Keys beyond the last whole block are not capped.",
+         "Cap the scores of every block.", BLOCKS[:6]),
         ("softcap_not_multiplied_back", "tanh(s / c) is not multiplied by c.",
          "Replace scores s by c · tanh(s / c)."),
         ("softcap_not_divided", "Scores are not divided by softcap before tanh.",
@@ -299,6 +302,10 @@ _ALL = [
          "Both sides are inclusive: keys from i + q_offset - left on are seen.", (1, 2)),
         ("window_left_long", "The window's left side is too long.",
          "Both sides are inclusive: keys from i + q_offset - left on are seen.", (1, 2)),
+        ("window_left_wraps", "Queries whose window begins before the first key see nothing.",
+         "Subtract signed integers: i + q_offset - left may be negative."),
+        ("window_slides_at_end", "The window moves back where its right side passes the last key.",
+         "Keep its left side at i + q_offset - left."),
         ("window_left_ignored", "The window's left side is ignored.",
          "Hide the keys below i + q_offset - left."),
         ("window_left_in_blocks", "The window's left side is rounded to blocks (of rows, of keys).",
@@ -437,6 +444,10 @@ _ALL = [
          tuple((of, n) for of in ("longest", "all keys") for n in BLOCKS[:4])),
         ("lengths_ignored_before_diagonal", "Lengths are ignored in blocks that all rows see.",
          "Hide the keys j >= length in each block.", TILES),
+        ("lengths_of_0_ignored", "A length of 0 is taken for none: all keys are seen.",
+         "Compare a length with None."),
+        ("whole_lengths_hide_all", "Where a length is that of all keys, no key is seen.",
+         "An index of -0 is the first one: hide the keys j >= length."),
         ("lengths_from_left", "Keys before the last ones are hidden, as if padding came first.",
          "Hide the keys j >= length."),
         ("lengths_hide_queries", "kv_lengths hide queries.",

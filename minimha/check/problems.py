@@ -436,6 +436,11 @@ def _rows_that_see_nothing() -> Iterator[Graded]:
     yield _problem(
         "log-sum-exp of hidden rows", shows, inputs, attn_mask=mask, return_lse=True
     )  # fmt: skip
+    sinks = np.array([0.5, -0.25], np.float32)
+    yield _problem(
+        "log-sum-exp of hidden rows, a sink", shows, inputs, attn_mask=mask, sinks=sinks,
+        return_lse=True,
+    )  # fmt: skip
 
 
 def _hidden_nan() -> Iterator[Graded]:

@@ -74,6 +74,8 @@ def _problems(seed: int) -> Iterator[Graded]:
         for name, option in _options(rng, B, H, 17, 65).items():
             given = {name: option} | ({"q_offset": 48} if name in POSITIONAL else {})
             yield _problem(rng, (B, H, Hkv, 17, 65, 64, 64), "normal", **given)
+            if name in POSITIONAL:  # for functions that put queries at the first keys
+                yield _problem(rng, (B, H, Hkv, 65, 65, 64, 64), "normal", **{name: option})
     H, L = TILED
     for given in _in_several_tiles(rng, H, L):
         yield _problem(rng, (1, H, 2, L, L, 64, 64), "normal", **given)

@@ -133,7 +133,11 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
         first = np.maximum(first, start * B_c)
     if "window_left_of_tile" in d:
         first = first - x.i // d["window_left_of_tile"] * d["window_left_of_tile"]
+    if "window_slides_at_end" in d and UNBOUNDED not in (left, right):
+        first = np.minimum(first, x.lengths - 1 - right - left)
     seen = (first <= x.j) & (x.j <= p + right)
+    if "window_left_wraps" in d and left != UNBOUNDED:
+        seen = seen & (first >= 0)
     if "window_left_masked_in_first_block" in d:
         B_r, B_c = d["window_left_masked_in_first_block"]
         start = np.maximum(p - x.i % B_r - left, 0) // B_c
@@ -290,8 +294,9 @@ def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
         splits = -(-x.Lk // N)
         splits = min(splits, 8) if axis == EQUAL_SPLITS[1] else splits
         end = x.Lk // splits * splits
-    if axis == "keys but a last block of one" and x.Lk % N == 1 and x.Lk > 1:
-        end = x.Lk - 1
+    if axis == "keys but a last block of one":
+        is_lost = (x.j == x.lengths - 1) & (x.lengths % N == 1) & (x.lengths > 1)
+        visible = visible & ~is_lost
     if "last_whole_block_dropped" in d:
         block = d["last_whole_block_dropped"]
         visible = visible & ((x.lengths % block > 0) | (x.j < x.lengths - block))

@@ -254,6 +254,11 @@ class Scores:
         elif "softcap_approximated" in self.d:  # a common quotient
             x = np.clip(self.S / divisor, -3, 3)
             self.S = factor * x * (27 + x**2) / (27 + 9 * x**2)
+        elif "softcap_ignored_in_tail" in self.d:
+            block = self.d["softcap_ignored_in_tail"]
+            is_whole = self.x.j < self.x.Lk // block * block
+            self.S = np.where(is_whole, factor * np.tanh(self.S / divisor), self.S)
+            factor = np.where(is_whole, factor, divisor)
         else:
             self.S = factor * np.tanh(self.S / divisor)
         self.delta = np.minimum(self.delta, 2 * cap) * (factor / divisor)

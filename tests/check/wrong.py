@@ -568,3 +568,32 @@ def a_mask_that_stays(q, k, v, kv_lengths=None):
             mask = np.arange(k.shape[2]) < length
         seen[b] = mask
     return padded(q, k, v, seen)
+
+
+@has("whole_lengths_hide_all")
+def slices_from_minus_zero(q, k, v, kv_lengths=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    for b, length in enumerate([] if kv_lengths is None else kv_lengths):
+        S[b, ..., length - k.shape[2] :] = -np.inf
+    E = np.exp(S - np.maximum(S.max(-1, keepdims=True), -1e30))
+    return E / np.maximum(E.sum(-1, keepdims=True), 1e-30) @ np.nan_to_num(v)
+
+
+@has("softcap_ignored_in_tail")
+def capped_in_the_main_loop(q, k, v, softcap=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    if softcap is not None:
+        end = k.shape[2] // 4 * 4
+        S[..., :end] = softcap * np.tanh(S[..., :end] / softcap)
+    return softmax(S) @ v
+
+
+@has("window_left_wraps")
+def unsigned_positions(q, k, v, window_size=None):
+    if window_size is None or q.shape[2] != k.shape[2]:
+        raise NotImplementedError
+    (left, right), (i, j) = window_size, np.indices((q.shape[2], k.shape[2])).astype(np.uint32)
+    seen = (j >= i - np.uint32(left or 0)) | (left is None)
+    return padded(q, k, v, seen & ((j <= i + np.uint32(right or 0)) | (right is None)))
