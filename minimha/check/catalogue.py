@@ -146,7 +146,7 @@ _ALL = [
     *stage("softcap", ("softcap",),
         ("softcap_ignored", "softcap is ignored.", "Replace scores s by c · tanh(s / c)."),
         ("softcap_ignored_in_tail", "Keys beyond the last whole block are not capped.",
-         "Cap the scores of every block.", BLOCKS[:6]),
+         "Cap the scores of every block.", (*BLOCKS[:3], 8, 4)),
         ("softcap_not_multiplied_back", "tanh(s / c) is not multiplied by c.",
          "Replace scores s by c · tanh(s / c)."),
         ("softcap_not_divided", "Scores are not divided by softcap before tanh.",
