@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import importlib
 import os
 import secrets
 import shutil
@@ -8,6 +9,7 @@ import signal
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker per core, each with one thread of BLAS
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # which NumPy reads when it is imported
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -21,6 +23,7 @@ settings.register_profile("fresh", deadline=None, database=None)
 settings.register_profile("explore", deadline=None, database=None, max_examples=400)
 settings.load_profile("same")
 
+FLOAT32 = np.dtype(np.float32)
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 # Programs, and tests for a process of their own: importing them replaces numba's CUDA or torch.
@@ -83,3 +86,16 @@ def browser():
         running = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield running
         running.close()
+
+
+@pytest.fixture
+def compiled_decoding():
+    """Load or compile all that a token of weights in some formats needs, as a long text would."""
+    sublayer = pytest.importorskip("minimha.kernels.cpu.sublayer")
+    if not sublayer.IS_POSSIBLE:
+        pytest.skip("helpers sleep in Python here, where compiled code cannot wake them")
+    backend = pytest.importorskip("minimha.kernels.cpu.backend")
+    backend.rungs(FLOAT32)[1].KERNEL.compile(FLOAT32)
+    for name in ("bfloat16", "float32", "Q8_0", "Q4_K", "Q6_K"):
+        importlib.import_module(linear.KERNEL).compile(name)
+    sublayer.compile()

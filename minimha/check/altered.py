@@ -255,11 +255,12 @@ def _lengths(change: Callable[[Prepared, Array, Any], Any]) -> Alter:
     )
 
 
-def _rounded_up(x: Prepared, lengths: Array, block: Any) -> Array:
-    """Round up to whole blocks, or to the problem's pages if it has any."""
-    if block == "page":
-        block = _page_of(x) or 1
-    return np.asarray(-(-lengths // block) * block)
+def _size(x: Prepared, block: Any, otherwise: int = 1) -> int:
+    """Return the size of a block, or of the problem's pages, which is ``otherwise`` without any."""
+    if block != "page":
+        return int(block)
+    is_paged = x.arguments.get("block_table") is not None
+    return np.shape(x.arguments["k"])[2] if is_paged else otherwise
 
 
 def _masked(x: Prepared, given: Mapping[str, Any], seen: Array) -> dict[str, Any]:
@@ -281,23 +282,10 @@ def _hide_queries(x: Prepared, given: Mapping[str, Any], way: str) -> Mapping[st
     return kept | _masked(x, given, x.i < x.lengths)
 
 
-def _rounded_down(x: Prepared, lengths: Array, block: Any) -> Array:
-    if block == "page":
-        block = _page_of(x) or 1
-    return np.asarray(lengths // block * block)
-
-
 def _lose_whole_page(x: Prepared, L: Array, page: Any) -> Array:
     """Lose a last page that is full."""
-    if page == "page":
-        page = _page_of(x) or x.Lk + 1
-    return np.where(L % page, L, L - page)
-
-
-def _page_of(x: Prepared) -> int:
-    """Return the number of keys of a problem's pages, or 0 if it has none."""
-    is_paged = x.arguments.get("block_table") is not None
-    return np.shape(x.arguments["k"])[2] if is_paged else 0
+    size = _size(x, page, otherwise=x.Lk + 1)
+    return np.where(L % size, L, L - size)
 
 
 def _kept_from_before(x: Prepared, L: Array, _: Any) -> Array:
@@ -408,8 +396,8 @@ ALTERATIONS: dict[str, Alter] = {
     "sink_exponentiated": _option("sinks", lambda x, a, _: np.exp(np.minimum(a, 80))),
     "lengths_one_too_long": _lengths(lambda x, L, more: L + more),
     "lengths_one_too_short": _lengths(lambda x, L, _: L - 1),
-    "lengths_rounded_up": _lengths(_rounded_up),
-    "lengths_rounded_down": _lengths(_rounded_down),
+    "lengths_rounded_up": _lengths(lambda x, L, page: -(-L // _size(x, page)) * _size(x, page)),
+    "lengths_rounded_down": _lengths(lambda x, L, page: L // _size(x, page) * _size(x, page)),
     "lengths_lose_whole_page": _lengths(_lose_whole_page),
     "lengths_of_0_ignored": _lengths(lambda x, L, _: np.where(L == 0, x.Lk, L)),
     "whole_lengths_hide_all": _lengths(lambda x, L, _: L * (x.Lk > L)),

@@ -35,14 +35,12 @@ FLOAT32, ONE, NO_ANGLES = np.dtype(np.float32), np.ones(1, np.int64), (np.empty(
 class Attending(NamedTuple):
     """A program for attention to the keys of one cache.
 
-    ``parts`` are what it was made for: attributes of the attention, norms and options. ``places``
-    has the address of slot 0 of the keys and of the values, and the bytes of a slot.
+    ``parts`` are what it was made for: attributes of the attention, norms and options.
     """
 
     program: Any
     ready: Any
     parts: tuple[Any, ...]
-    places: list[tuple[int, int]]
 
 
 # A program serves one thread at a time, which removes it meanwhile. Copies of caches and layers
@@ -76,9 +74,9 @@ def attended(
     position, slot = int(cache.lengths[0]), int(cache.make_room(ONE)[0])
     ready.q_offset[0], ready.kv_lengths[0] = slot, slot + 1
     angles = NO_ANGLES if attention.rope is None else _angles(attention.rope, position)
-    places = (first + slot * nbytes for first, nbytes in found.places)
+    keys, values = (array[:, :, slot] for array in cache.arrays)
     y = np.empty_like(x)
-    is_finite = program.run(x, x, y, *angles, *places)
+    is_finite = program.run(x, x, y, *angles, keys, values)
     _of_caches[cache] = found
     if not is_finite:  # values may have overflowed, which attention computes in another way
         return None
@@ -149,8 +147,7 @@ def _attending(
     if attention.bias:
         program.add(output, attention.b_o)
     _finish(program, kernel, output, norms[1])
-    places = [(program.place(x), x.strides[2]) for x in (keys, values)]
-    return Attending(program, ready, parts, places)
+    return Attending(program, ready, parts)
 
 
 def _feeding(f: Any, norms: Norms, E: int) -> Any:
@@ -201,12 +198,8 @@ def _takes_feed_forward(f: Any, norms: Norms, E: int) -> bool:
     """Return whether a program can compute this feed-forward for tokens of width E."""
     if type(f) is not FeedForward or f.limit is not None:
         return False
-    F = f.W_in.shape[1]
-    if {
-        f.W_in.shape,
-        f.W_out.shape[::-1],
-        f.W_in.shape if f.W_gate is None else f.W_gate.shape,
-    } != {(E, F)}:
+    F, W_gate = f.W_in.shape[1], f.W_in if f.W_gate is None else f.W_gate
+    if {f.W_in.shape, W_gate.shape, f.W_out.shape[::-1]} != {(E, F)}:
         return False
     rows = (f.b_in, F), (f.b_gate, F), (f.b_out, E)
     return all(row is None or _is_read(row, n) for row, n in rows) and _are_read(norms, E)

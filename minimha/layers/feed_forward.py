@@ -156,6 +156,7 @@ class FeedForward:
 
     @cached_property
     def joined(self) -> Joined:
+        """W_gate and W_in, which multiply the same rows."""
         assert self.W_gate is not None
         return Joined(self.W_gate, self.W_in)
 

@@ -12,7 +12,6 @@ import pytest
 
 import minimha
 from minimha.equations.stored import FORMATS, Stored
-from minimha.kernels import auto
 from minimha.layers import decoding
 from minimha.layers.cache import KVCache
 from minimha.layers.feed_forward import ACTIVATIONS, FeedForward
@@ -21,22 +20,8 @@ from minimha.layers.norms import LayerNorm, RMSNorm
 from minimha.layers.rope import RoPE
 from minimha.models.layer import Layer
 
-sublayer = pytest.importorskip("minimha.kernels.cpu.sublayer")
-if not sublayer.IS_POSSIBLE:
-    pytest.skip("helpers sleep in Python here", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("compiled_decoding")
 E, H, HKV, D, F = 256, 8, 2, 32, 512  # widths that every format's blocks divide
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ready():
-    from minimha.kernels.cpu import backend, rung5_decode, weights
-
-    assert backend
-    rung5_decode.KERNEL.compile(np.dtype(np.float32))
-    for name in ("bfloat16", "float32", "Q8_0", "Q4_K", "Q6_K"):
-        weights.compile(name)
-    sublayer.compile()
-    auto._spent.clear()
 
 
 def rows(rng, n, columns, name="bfloat16"):
@@ -197,12 +182,18 @@ def test_a_cache_goes_on_after_a_prompt_and_an_undo(monkeypatch):
     np.testing.assert_allclose(got, want[:, 1:], atol=2e-5 * abs(want).max())
 
 
-def test_copies_of_a_cache_are_independent():
-    rng = np.random.default_rng(4)
+def begun(seed):
+    """Return a layer, four tokens (4, 1, E), and a cache with the first two."""
+    rng = np.random.default_rng(seed)
     made = layer(rng, rope=RoPE(D))
     x = rng.standard_normal((4, 1, E), np.float32)
     cache = made.new_cache(1, 16)
     run(made, x[:2], cache)
+    return made, x, cache
+
+
+def test_copies_of_a_cache_are_independent():
+    made, x, cache = begun(4)
     others = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
     want = run(made, x[2:], cache)
     for other in others:
@@ -234,11 +225,7 @@ def test_new_weights_and_thread_counts_have_effect():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_goes_on():
-    rng = np.random.default_rng(9)
-    made = layer(rng, rope=RoPE(D))
-    x = rng.standard_normal((4, 1, E), np.float32)
-    cache = made.new_cache(1, 16)
-    run(made, x[:2], cache)
+    made, x, cache = begun(9)
     want = run(made, x[2:], copy.deepcopy(cache))
     child = os.fork()
     if not child:

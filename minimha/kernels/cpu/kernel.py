@@ -324,10 +324,8 @@ class Plan:
 
         Outputs that are not finite are not computed again, as in ``run``.
         """
-        memory = np.empty(self._size + PAGE, np.uint8)
-        memory = memory[-address(memory) % PAGE :]
         O, L = np.empty(self.shape, self._result), np.empty(self._rows, self.compute)
-        arrays, line = (q, k, v, O, L, memory), self._line[:]
+        arrays, line = (q, k, v, O, L, memory_of(self._size)), self._line[:]
         HEADERS.pack_into(line, 0, *map(id, arrays))
         at, lengths = self._held["q_offset"], self._held["kv_lengths"]
         return Ready(

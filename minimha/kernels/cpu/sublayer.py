@@ -227,14 +227,12 @@ class Program:
         """Return whether the number of threads is still that for which the program was made."""
         return self._workers == get_num_threads()
 
-    def run(self, *brought: Array | int) -> bool:
-        """Run the steps with the rows or addresses that a call brings.
+    def run(self, *brought: Array) -> bool:
+        """Run the steps with the arrays that a call brings.
 
         Returns False if the output of attention is not finite; then y has no meaning.
         """
-        self._line[: len(brought)] = array("q", [
-            x if isinstance(x, int) else address(x) for x in brought
-        ])  # fmt: skip
+        self._line[: len(brought)] = array("q", map(address, brought))
         at, _ = self._line.buffer_info()
         helpers = pool()
         helpers.start(self._workers)
@@ -310,10 +308,6 @@ class Program:
         y = self._row(ready.O.size)
         self.store(ready.O.reshape(-1), y, 1, y.size, 0)
         return y
-
-    def place(self, x: Array) -> int:
-        """Return the address of x."""
-        return address(x)
 
     def _picked(self, x: Array, columns: Array) -> Array:
         y, picks = self._row(len(columns)), columns.astype(np.int64)

@@ -407,14 +407,8 @@ DECODED = (
 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("compiled_decoding")
 def test_decoding_in_compiled_code_gives_the_same_logits(case, monkeypatch):
-    sublayer = pytest.importorskip("minimha.kernels.cpu.sublayer")
-    from minimha.kernels.cpu import backend, rung5_decode, weights
-
-    assert backend
-    rung5_decode.KERNEL.compile(np.dtype(np.float32))
-    weights.compile("bfloat16")
-    sublayer.compile()
     folder, _, _ = case
     config, tensors = read_json(folder / "config.json"), safetensors.read_folder(folder)
     model = from_tensors(config, {n: x.astype(ml_dtypes.bfloat16) for n, x in tensors.items()})
