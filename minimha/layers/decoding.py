@@ -95,14 +95,14 @@ def fed(feed_forward: Any, norms: Norms, x: Array, source: Array | None) -> Arra
     if not _is_one_token(x, E) or not _is_one_token(x if source is None else source, E):
         return None
     free = _of_feed_forwards.setdefault(feed_forward, [])
-    program, made_for = free.pop() if free else (None, ())
-    if program is None or not program.is_current() or not _are((E, *norms), made_for):
+    program, made_for, width = free.pop() if free else (None, (), E)
+    if width != E or program is None or not program.is_current() or not _are(norms, made_for):
         program = _feeding(feed_forward, norms, E)
         if program is None:
             return None
     y = np.empty_like(x)
     program.run(x if source is None else source, x, y)
-    free.append((program, (E, *norms)))
+    free.append((program, norms, E))
     return y
 
 

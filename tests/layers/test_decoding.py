@@ -320,3 +320,17 @@ def test_shapes_that_do_not_fit_are_errors_and_not_read_beyond(what):
         assert attend(made, x, cache) is None
     with pytest.raises(ValueError, match=r"expected|shape"):
         made(x, cache=cache)
+
+
+def test_programs_are_made_once(monkeypatch):
+    made, x, cache = begun(12)
+    rng, width = np.random.default_rng(12), 512  # Python shares integers up to 256
+    wide = FeedForward(rows(rng, width, width), rows(rng, width, width), "relu")
+    token = np.ones((1, 1, width), np.float32)
+    decoding.fed(wide, (None, None), token, None)
+    made_anew = []
+    for name in ("_attending", "_feeding"):
+        monkeypatch.setattr(decoding, name, lambda *given: made_anew.append(given))
+    run(made, x[2:], cache)
+    decoding.fed(wide, (None, None), token, None)
+    assert made_anew == []
