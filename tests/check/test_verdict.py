@@ -109,7 +109,11 @@ def test_two_deviations_are_named_as_the_pair(pair):
 
 @pytest.mark.parametrize(
     ("function", "deviation"),
-    [(wrong.clipped, "scores_clipped"), (wrong.a_mask_that_stays, "lengths_kept_from_before")],
+    [
+        (wrong.clipped, "scores_clipped"),
+        (wrong.clipped_before_the_softmax, "scores_clipped"),
+        (wrong.a_mask_that_stays, "lengths_kept_from_before"),
+    ],
 )
 def test_bugs_that_only_other_problems_show_are_named(function, deviation):
     report = minimha.check(function, seed=7)

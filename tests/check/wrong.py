@@ -482,6 +482,11 @@ def clipped(q, k, v):
     return E / E.sum(-1, keepdims=True) @ v
 
 
+def clipped_before_the_softmax(q, k, v):
+    k, v = repeated(q, k, v)
+    return softmax(np.clip(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -500, 500)) @ v
+
+
 @has("state_of_earlier_heads")
 def sums_that_go_on(q, k, v):
     k, v = repeated(q, k, v)
