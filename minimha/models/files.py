@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,18 @@ def read_bytes(path: Path, largest: int) -> bytes:
     if path.stat().st_size > largest:
         raise ValueError(f"{path} is too long: expected at most {largest:,} bytes")
     return path.read_bytes()
+
+
+def advise_large_pages(data: Any) -> None:
+    """Ask Linux to read the file of a ``np.memmap`` in pages of 2 MB, from now on.
+
+    Every token reads all weights, and finding where each page of 4 kB lies takes a third of that
+    time. Pages that are in the system's cache stay as they are.
+    """
+    mapped, advice = getattr(data, "_mmap", None), getattr(mmap, "MADV_HUGEPAGE", None)
+    if isinstance(mapped, mmap.mmap) and advice is not None:
+        with suppress(OSError):  # a system without such pages
+            mapped.madvise(advice)
 
 
 def read_json(path: Path) -> dict[str, Any]:

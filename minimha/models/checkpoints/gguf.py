@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.stored import FORMATS, Stored
 from minimha.models.checkpoints.settings import Settings
-from minimha.models.files import check_file
+from minimha.models.files import advise_large_pages, check_file
 
 Array = NDArray[Any]
 
@@ -103,6 +103,7 @@ def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     check_file(path)
     try:
         reader = GGUFReader(path)
+        advise_large_pages(reader.data)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         if sum(int(tensor.n_bytes) for tensor in reader.tensors) > path.stat().st_size:
             raise ValueError

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.models.checkpoints.tensors import BFLOAT16
-from minimha.models.files import check_file, read_bytes
+from minimha.models.files import advise_large_pages, check_file, read_bytes
 
 Array = NDArray[Any]
 
@@ -69,7 +69,9 @@ def read(path: Path) -> dict[str, Array]:
     check_file(path)
     if path.stat().st_size < 8:
         raise ValueError(f"{path} is damaged: it ends before its header")
-    data = np.asarray(np.memmap(path, np.uint8, mode="r"))
+    mapped = np.memmap(path, np.uint8, mode="r")
+    advise_large_pages(mapped)
+    data = np.asarray(mapped)
     length = int(data[:8].view("<u8")[0])
     if length > min(LARGEST_HEADER, data.size - 8):
         raise ValueError(f"{path} is damaged: its header would have {length} bytes")
