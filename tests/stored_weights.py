@@ -15,7 +15,8 @@ ALL = (*PLAIN, *GGML, "MXFP4")
 
 def columns_of(name, columns):
     """``columns``, or the next smaller number of them that fills blocks."""
-    return columns if name in PLAIN else columns // 256 * 256 or 256
+    size = 1 if name in PLAIN else GGML.get(name, (32,))[0]
+    return columns // size * size or size
 
 
 def drawn(name, rows, columns, seed=0):

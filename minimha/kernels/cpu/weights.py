@@ -5,7 +5,8 @@ once. So the fewer bytes a number takes there, the faster. Sums and rows x are f
 
 - One or two rows of x: one row of W after the other, widened in registers, in the order in which
   memory delivers fastest. Rows side by side reach half of that rate. A row of x is summed group by
-  group, because Q4_K and Q5_K add an offset to each number of a group.
+  group, because Q4_K and Q5_K add an offset to each number of a group. A CPU that multiplies
+  integers of 8 bits does not widen quantised numbers for one row of x; see ``simd.digits``.
 - Up to ``MANY`` rows: a few rows of W are widened into the L1 cache, and multiplied by groups of
   four or eight rows of x, with all sums in registers.
 - More rows: a panel of W is widened into the L2 cache, and multiplied by register tiles. If W
@@ -50,6 +51,12 @@ from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import CompilationFailed, give_back, memory_of
 from minimha.kernels.cpu.pool import add, pool
+from minimha.kernels.cpu.simd.digits import (
+    MOST_BYTES,
+    digit_product,
+    digits_of,
+    has_digits,
+)
 from minimha.kernels.cpu.simd.matrix_unit import (
     TILE,
     configure_tiles,
@@ -97,7 +104,7 @@ LARGEST = 4  # chunks in a task for the matrix unit
 TOGETHER = 6  # rows of W in the L1 cache
 HAS_EIGHT = REGISTERS == 32  # whether eight rows of x fit into registers, beside three of W
 TAIL = 256  # bytes for the end of a row
-ROWS_AHEAD = 16  # of W, which are prefetched
+AHEAD = 8192  # bytes of W that are prefetched
 # What a job does.
 FEW, PACK, TILES, PACK_PAIRS, PAIR_TILES, MATRIX_UNIT, BY_ROWS = range(7)
 PIECE, PIECE_OF_MANY, TALL = 1024, 192, 16  # most columns, and rows, of a panel of W for x W
@@ -225,16 +232,16 @@ def function_of(name, has_matrix_unit):
             to[n] = source[n] if n < number else 0
 
     @jit
-    def row_by_one(row, scales, x, K, tail):
+    def row_by_one(row, scales, x, K, tail, ahead):
         """Return the product of a row of W and a row of x, padded to whole units.
 
         Formats in ``SCALED`` read the sums of groups of x behind ``tail``.
         """
         sums, room = tail + TAIL, tail + TAIL + 4 * (K // IN_GROUP)
-        y = one(row, scales, x, sums, room, K // size)[0]
+        y = one(row, scales, x, sums, room, K // size, ahead)[0]
         if is_plain and K % size:
             end_of_row(row, K, tail)
-            y += one(tail, 0, x + 4 * (K // size * size), 0, 0, 1)[0]
+            y += one(tail, 0, x + 4 * (K // size * size), 0, 0, 1, 0)[0]
         return y
 
     @jit_inline
@@ -256,32 +263,73 @@ def function_of(name, has_matrix_unit):
             end_of_row(row, K, tail)
             widen(tail, 0, to + 4 * (number // size * size), 1)
 
+    def each_row(multiply):
+        """Return the function that computes y for one row of x, with ``multiply`` per row of W."""
+
+        @jit_inline
+        def rows(line, worker):
+            data, starts, K = line[DATA], integers_at(line[STARTS]), line[INPUTS]
+            tail, y = line[MEMORY] + worker * line[ROOM], floats_at(line[Y])
+            row = K // size * nbytes
+            task = task_of(line)
+            while task * CHUNK < line[OUTPUTS]:
+                first, last = task * CHUNK, min(line[OUTPUTS], (task + 1) * CHUNK)
+                task = task_of(line)  # known now, so that it is prefetched
+                end = starts[last - 1] + row
+                jump = starts[task * CHUNK] - end if task * CHUNK < line[OUTPUTS] else -AHEAD
+                for n in range(first, last):
+                    at = starts[n]
+                    ahead = AHEAD if at + AHEAD < end else AHEAD + jump
+                    scales = line[SCALES] + at // nbytes
+                    y[n] = multiply(data + at, scales, line[X], K, tail, ahead)
+
+        return rows
+
+    widened_rows = each_row(row_by_one)
+
+    @jit_inline
+    def one_row(line, worker):
+        if is_summed:
+            sum_groups(line[X], line[INPUTS], line[MEMORY] + worker * line[ROOM])
+        widened_rows(line, worker)
+
+    multiply_one_row = one_row
+    if has_digits(name):
+        write_digits, of_digits = digits_of(name), digit_product(name)
+
+        @jit_inline
+        def row_by_digits(row, scales, x, K, tail, ahead):
+            return of_digits(row, tail + TAIL, K // IN_GROUP, ahead)
+
+        rows_by_digits = each_row(row_by_digits)
+
+        @jit_inline
+        def by_digits(line, worker):
+            room = line[MEMORY] + worker * line[ROOM] + TAIL
+            if write_digits(line[X], room, line[INPUTS] // IN_GROUP):
+                rows_by_digits(line, worker)
+            else:
+                one_row(line, worker)
+
+        multiply_one_row = by_digits
+
     @jit_inline
     def few_rows(line, worker):
         data, starts, K, rows = line[DATA], integers_at(line[STARTS]), line[INPUTS], line[ROWS]
         tail = line[MEMORY] + worker * line[ROOM]
         C, W, row = tail + TAIL, tail + TAIL + 4 * 8 * TOGETHER, 4 * whole_units(K)
         y, y_row = floats_at(line[Y]), line[Y_ROW] // 4
-        task = first_task = task_of(line)
+        task = task_of(line)
         while task * CHUNK < line[OUTPUTS]:
             first, last = task * CHUNK, min(line[OUTPUTS], (task + 1) * CHUNK)
-            if rows == 1:
-                if is_summed and task == first_task:
-                    sum_groups(line[X], K, tail)
-                for n in range(first, last):
-                    at = starts[n]
-                    if is_summed:  # the CPU's prefetching fails if scales are read first
-                        later = min(n + ROWS_AHEAD, line[OUTPUTS] - 1)
-                        prefetch_bytes(data + starts[later], K // size * nbytes)
-                    y[n] = row_by_one(data + at, line[SCALES] + at // nbytes, line[X], K, tail)
-            elif rows == 2:
+            if rows == 2:
                 for n in range(first, last):
                     at = starts[n]
                     start, scales = data + at, line[SCALES] + at // nbytes
-                    a, b = two(start, scales, line[X], 0, 0, K // size)
+                    a, b = two(start, scales, line[X], 0, 0, K // size, AHEAD)
                     if is_plain and K % size:
                         end_of_row(start, K, tail)
-                        c, d = two(tail, 0, line[X] + 8 * (K // size * size), 0, 0, 1)
+                        c, d = two(tail, 0, line[X] + 8 * (K // size * size), 0, 0, 1, 0)
                         a, b = a + c, b + d
                     y[n], y[y_row + n] = a, b
             else:
@@ -477,13 +525,15 @@ def function_of(name, has_matrix_unit):
                             own = line[X] + 4 * g * K
                             if is_summed:
                                 sum_groups(own, K, tail)
-                            sum_of_one = row_by_one(data + at, scales, own, K, tail)
+                            sum_of_one = row_by_one(data + at, scales, own, K, tail, 0)
                             y[g * y_row + n + r] = sum_of_one
             task = following
         release_tiles()
 
     def weights(line, worker):
-        if line[DOES] == FEW:
+        if line[DOES] == FEW and line[ROWS] == 1:
+            multiply_one_row(line, worker)
+        elif line[DOES] == FEW:
             few_rows(line, worker)
         elif line[DOES] == PACK:
             pack_lanes(line)
@@ -681,7 +731,7 @@ def _job(
     chunk, lanes = CHUNK, -(-rows // LANES) * LANES
     if job == FEW:
         room = TAIL + (
-            12 * K // IN_GROUP if rows <= 2 else 4 * TOGETHER * (8 + -(-K // UNIT) * UNIT)
+            MOST_BYTES * (K + 64) if rows <= 2 else 4 * TOGETHER * (8 + -(-K // UNIT) * UNIT)
         )
     elif job == BY_ROWS:
         most, unit = PIECE if rows < FEW_ROWS else PIECE_OF_MANY, max(UNIT, UNITS[W.name][0])

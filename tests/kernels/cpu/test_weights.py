@@ -142,6 +142,38 @@ def test_nan_and_infinity_reach_their_sums_alone(name, rows):
             np.testing.assert_allclose(got[is_finite], expected[is_finite], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", [name for name in ALL if name not in PLAIN])
+@pytest.mark.parametrize("x", ["outlier", "wide", "large", "small", "zeros", "equal"])
+def test_a_row_of_any_magnitudes(name, x):
+    W, numbers = matrix(name, 131, 544)
+    row = RNG.normal(size=(1, W.columns)).astype(np.float32)
+    if x == "outlier":
+        row[0, 40] = 1e6
+    elif x == "wide":
+        row *= np.exp(5 * RNG.normal(size=row.shape)).astype(np.float32)
+    else:
+        row *= {"large": 1e30, "small": 1e-28, "zeros": 0, "equal": 0}[x]
+        row += x == "equal"
+    exact, size = row @ numbers.T, np.abs(row) @ np.abs(numbers).T
+    # Integers of one row may be off by 2^-23 of the largest of 32 numbers, as in ``simd.digits``.
+    groups = np.abs(row).reshape(-1, 32).max(axis=1).repeat(32) @ np.abs(numbers).T
+    error = np.abs(weights.product(row, W.T) - exact)
+    assert (error <= 2.0**-22 * groups + W.columns * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in PLAIN])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_row_with_one_number_that_is_not_finite(name, value):
+    W, numbers = matrix(name, 131, 544)
+    x = RNG.normal(size=(1, W.columns)).astype(np.float32)
+    x[0, 40] = value
+    with np.errstate(invalid="ignore"):
+        expected = x.astype(np.float64) @ numbers.T
+    got = weights.product(x, W.T)
+    assert not np.isfinite(got).any()
+    assert (np.isnan(got) | (got == expected)).all()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_multiplies_too():
     W, numbers = matrix("bfloat16", 515, 544)

@@ -27,7 +27,7 @@ IS_ARM = binding.get_default_triple().startswith(("aarch64", "arm64"))
 CONVERTS_HALVES = IS_ARM or "f16c" in FEATURES or "avx512f" in FEATURES
 
 
-def _load(builder, address, kind, offset=0):
+def load(builder, address, kind, offset=0):
     """Generate a load of a number or vector ``kind`` at a byte's address, aligned or not."""
     pointer = builder.gep(address, [INT(offset)])
     loaded = builder.load(builder.bitcast(pointer, kind.as_pointer()))
@@ -39,7 +39,7 @@ def _all(number):
     return ir.Constant(V.integers, [number] * WIDTH)
 
 
-def _float_of_half(builder, bits):
+def float_of_half(builder, bits):
     """Generate the float32, or the vector of them, equal to float16 ``bits``."""
     count = getattr(bits.type, "count", None)
     if CONVERTS_HALVES:
@@ -65,12 +65,12 @@ def _float_of_half(builder, bits):
 
 def _half(builder, address, offset):
     """Generate the float16 at a byte's address as float32."""
-    return _float_of_half(builder, _load(builder, address, HALF, offset))
+    return float_of_half(builder, load(builder, address, HALF, offset))
 
 
 def _words(builder, address, offset, is_signed=False):
     """Generate a vector of integers from ``WIDTH`` bytes."""
-    some = _load(builder, address, ir.VectorType(BYTE, WIDTH), offset)
+    some = load(builder, address, ir.VectorType(BYTE, WIDTH), offset)
     return (builder.sext if is_signed else builder.zext)(some, V.integers)
 
 
@@ -92,16 +92,16 @@ def _in_order(convert):
 
 
 def _of_float32(builder, address, n):
-    return _load(builder, address, V.type, 4 * n * WIDTH)
+    return load(builder, address, V.type, 4 * n * WIDTH)
 
 
 def _of_float16(builder, address, n):
-    some = _load(builder, address, ir.VectorType(HALF, WIDTH), 2 * n * WIDTH)
-    return _float_of_half(builder, some)
+    some = load(builder, address, ir.VectorType(HALF, WIDTH), 2 * n * WIDTH)
+    return float_of_half(builder, some)
 
 
 def _of_bfloat16(builder, address, n):
-    some = _load(builder, address, ir.VectorType(HALF, WIDTH), 2 * n * WIDTH)
+    some = load(builder, address, ir.VectorType(HALF, WIDTH), 2 * n * WIDTH)
     return builder.bitcast(builder.shl(builder.zext(some, V.integers), _all(16)), V.type)
 
 
@@ -117,7 +117,7 @@ def _of_32(first, bits, has_offset):
         scale, q = V.splat(builder, _half(builder, address, 0)), []
         offset = V.splat(builder, _half(builder, address, 2)) if has_offset else None
         if bits == 5:
-            fifth = _load(builder, address, WORD, first - 4)
+            fifth = load(builder, address, WORD, first - 4)
             fifth = V.splat(builder, builder.bitcast(fifth, FLOAT))
             fifth = builder.bitcast(fifth, V.integers)
         for half in (0, 1):
@@ -144,33 +144,50 @@ def _lane(builder, vector, n):
 
 
 def _scaled_bytes(builder, data, factor, is_signed=False):
-    """Generate the numbers in the bytes of a vector, times the float32 ``factor``."""
+    """Generate the numbers in the bytes of a vector, times lane n of a vector: (vector, n)."""
     words = (builder.sext if is_signed else builder.zext)(
         data, ir.VectorType(WORD, data.type.count)
     )
     floats = builder.sitofp(words, ir.VectorType(FLOAT, data.type.count))
-    one = ir.Constant(ir.VectorType(FLOAT, 1), ir.Undefined)
-    one = builder.insert_element(one, factor, WORD(0))
-    pick = ir.Constant(words.type, [0] * data.type.count)
-    return builder.fmul(floats, builder.shuffle_vector(one, one, pick))
+    vector, lane = factor
+    pick = ir.Constant(words.type, [lane] * data.type.count)
+    return builder.fmul(floats, builder.shuffle_vector(vector, vector, pick))
 
 
-def _scales_and_minima(builder, address):
+def halves_at_once(builder, address, offset=0):
+    """Generate eight float16 numbers as float32.
+
+    LLVM loads one number alone into a register of which it keeps the rest, and so makes each turn
+    of a loop wait for the one before.
+    """
+    return float_of_half(builder, load(builder, address, ir.VectorType(HALF, 8), offset))
+
+
+def six_bits(builder, block):
+    """Generate the scales and minima of a block of Q4_K or Q5_K as 16 bytes, in turns of four."""
+    # Four scales, four minima and the upper two bits of later ones; then the lower four bits of
+    # later ones, of a scale and a minimum each.
+    first = load(builder, block, INT, 4)
+    last = builder.zext(load(builder, block, WORD, 12), INT)
+    last = builder.or_(last, builder.shl(last, INT(28)))
+
+    def masked(word, mask):  # each of eight bytes
+        return builder.and_(word, INT(mask * 0x0101010101010101))
+
+    upper = masked(builder.lshr(first, INT(2)), 0x30)
+    both = ir.Constant(ir.VectorType(INT, 2), ir.Undefined)
+    for n, word in enumerate((masked(first, 63), builder.or_(masked(last, 15), upper))):
+        both = builder.insert_element(both, word, WORD(n))
+    return builder.bitcast(both, ir.VectorType(BYTE, 16))
+
+
+def scales_and_minima(builder, block):
     """Generate the eight scales and negative minima of Q4_K and Q5_K; see ``equations.stored``."""
-    scale, least = _half(builder, address, 0), _half(builder, address, 2)
-    low, mid, high = (_load(builder, address, WORD, at) for at in (4, 8, 12))
-
-    def masked(word, shift, mask):  # each of four bytes
-        return builder.and_(builder.lshr(word, WORD(shift)), WORD(mask * 0x01010101))
-
-    found = []
-    for word, shift, factor in ((low, 0, scale), (mid, 4, builder.fneg(least))):
-        last = builder.shl(masked(word, 6, 3), WORD(4))
-        last = builder.or_(masked(high, shift, 15), last)
-        both = ir.Constant(ir.VectorType(WORD, 2), ir.Undefined)
-        for n, some in enumerate((masked(word, 0, 63), last)):
-            both = builder.insert_element(both, some, WORD(n))
-        found.append(_scaled_bytes(builder, builder.bitcast(both, ir.VectorType(BYTE, 8)), factor))
+    both, heads, found = six_bits(builder, block), halves_at_once(builder, block), []
+    for n, factor in enumerate(((heads, 0), (builder.fneg(heads), 1))):
+        pick = [4 * n + x + x // 4 * 4 for x in range(8)]
+        some = builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(WORD, 8), pick))
+        found.append(_scaled_bytes(builder, some, factor))
     return found
 
 
@@ -190,7 +207,7 @@ def _of_256(has_fifth):
     """Return the groups of Q4_K and Q5_K: eight of 32 numbers."""
 
     def groups(builder, address, scales):
-        pairs, found = _scales_and_minima(builder, address), []
+        pairs, found = scales_and_minima(builder, address), []
         for n in range(8):
             q = []
             for x in _starts(32):
@@ -212,10 +229,11 @@ def _of_256(has_fifth):
     return groups
 
 
-def _scales_of_q6_k(builder, address):
+def scales_of_q6_k(builder, address):
     """Generate the 16 scales of Q6_K, and None for minima."""
-    d = _load(builder, address, ir.VectorType(BYTE, 16), 192)
-    return _scaled_bytes(builder, d, _half(builder, address, 208), is_signed=True), None
+    d = load(builder, address, ir.VectorType(BYTE, 16), 192)
+    head = halves_at_once(builder, address, 194)
+    return _scaled_bytes(builder, d, (head, 7), is_signed=True), None
 
 
 def _q6_k(builder, address, scales):
@@ -224,12 +242,12 @@ def _q6_k(builder, address, scales):
     def each(number):
         return ir.Constant(bytes_32, [number] * 32)
 
-    d, _ = _scales_of_q6_k(builder, address)
+    d, _ = scales_of_q6_k(builder, address)
     for n in range(8):  # pairs of groups of 16 numbers, whose bits are put together as bytes
         half, quarter = divmod(n, 4)
-        low = _load(builder, address, bytes_32, 64 * half + quarter % 2 * 32)
+        low = load(builder, address, bytes_32, 64 * half + quarter % 2 * 32)
         low = builder.lshr(low, each(4)) if quarter > 1 else builder.and_(low, each(15))
-        high, shift = _load(builder, address, bytes_32, 128 + 32 * half), 4 - 2 * quarter
+        high, shift = load(builder, address, bytes_32, 128 + 32 * half), 4 - 2 * quarter
         high = builder.shl(high, each(shift)) if shift > 0 else builder.lshr(high, each(-shift))
         q = builder.sub(builder.or_(low, builder.and_(high, each(0x30))), each(32))
         for group in range(2):
@@ -244,13 +262,13 @@ def _q6_k(builder, address, scales):
 
 def _mxfp4(builder, address, scales):
     # 2^(byte - 128), a double's exponent rounded to float32, and twice the numbers.
-    exponent = builder.zext(_load(builder, scales, BYTE), INT)
+    exponent = builder.zext(load(builder, scales, BYTE), INT)
     exponent = builder.shl(builder.add(exponent, INT(1023 - 128)), INT(52))
     scale = builder.fptrunc(builder.bitcast(exponent, ir.DoubleType()), FLOAT)
     q, half = [], WIDTH // 2
     twice = ir.VectorType(WORD, WIDTH)
     for n in range(0, 16, half):
-        some = _load(builder, address, ir.VectorType(BYTE, half), n)
+        some = load(builder, address, ir.VectorType(BYTE, half), n)
         pick = ir.Constant(twice, [x // 2 for x in range(WIDTH)])
         words = builder.zext(builder.shuffle_vector(some, some, pick), V.integers)
         words = builder.lshr(words, ir.Constant(V.integers, [0, 4] * half))
@@ -284,11 +302,11 @@ UNITS = {
     "Q5_K": (256, 176, _of_256(True)), "Q6_K": (256, 210, _q6_k), "MXFP4": (32, 16, _mxfp4),
 }  # fmt: skip
 # Formats with several groups in a unit: the function that generates their scales and offsets.
-SCALED = {"Q4_K": _scales_and_minima, "Q5_K": _scales_and_minima, "Q6_K": _scales_of_q6_k}
-IN_GROUP = 32  # numbers to which an offset of these formats is added
+SCALED = {"Q4_K": scales_and_minima, "Q5_K": scales_and_minima, "Q6_K": scales_of_q6_k}
+IN_GROUP = 32  # numbers of x with one sum, to which an offset of these formats is added
 
 
-def _at(builder, address, k, nbytes):
+def address_of(builder, address, k, nbytes):
     return builder.gep(address, [builder.mul(k, INT(nbytes))])
 
 
@@ -315,8 +333,9 @@ def widener(name):
             row, scales, to = (builder.inttoptr(x, POINTER) for x in arguments[:3])
 
             def body(k, _):
-                found = groups(builder, _at(builder, row, k, nbytes), _at(builder, scales, k, 1))
-                target = builder.bitcast(_at(builder, to, k, 4 * size), FLOAT.as_pointer())
+                unit, own = (address_of(builder, row, k, nbytes), address_of(builder, scales, k, 1))
+                found = groups(builder, unit, own)
+                target = builder.bitcast(address_of(builder, to, k, 4 * size), FLOAT.as_pointer())
                 for n, vector in enumerate(_widened(builder, found)):
                     V.store(builder, vector, target, n)
                 return []
@@ -330,11 +349,18 @@ def widener(name):
     return widen
 
 
-def _sum(builder, vector):
+def sum_of(builder, vector):
     kind = ir.FunctionType(FLOAT, [FLOAT, vector.type])
     name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [ir.Constant(FLOAT, -0.0), vector], fastmath=("reassoc",))
+
+
+def prefetch_ahead(builder, address, ahead, nbytes):
+    """Generate prefetches of ``nbytes`` bytes, ``ahead`` bytes after an address."""
+    at = builder.gep(address, [ahead])
+    for n in range(0, nbytes, LINE):
+        prefetch(builder, builder.gep(at, [INT(n)]), 2)
 
 
 def row_product(name, queries):
@@ -344,7 +370,7 @@ def row_product(name, queries):
     is summed before the sum is multiplied by the scale, unless the group has an offset. Formats in
     ``SCALED`` have their offsets multiplied by the sums of groups of x, which are float32 at
     ``sums``. Their scales are first written to ``room``, because a number in memory is read into
-    all lanes at once.
+    all lanes at once. What lies ``ahead`` bytes later is prefetched.
     """
     size, nbytes, groups = UNITS[name]
     together = max(1, 4 * UNIT // (size * queries))  # units per step
@@ -352,44 +378,45 @@ def row_product(name, queries):
     eight = ir.VectorType(FLOAT, 8)
 
     @intrinsic
-    def product(typing, row, scales, x, sums_of_x, room, units):
+    def product(typing, row, scales, x, sums_of_x, room, units, ahead):
         def generate(context, builder, signature, arguments):
             row, scales, x, sums_of_x, room = (
                 builder.inttoptr(value, POINTER) for value in arguments[:5]
             )
-            units = arguments[5]
+            units, ahead = arguments[5:]
             full = builder.and_(units, INT(-together))
 
             def place(unit, number):
                 """Generate the address of the scales of a unit with ``number`` groups."""
-                return _at(builder, room, unit, 4 * number)
+                return address_of(builder, room, unit, 4 * number)
 
             def write_scales(unit, sums):
-                factors, offsets = scales_of(builder, _at(builder, row, unit, nbytes))
+                factors, offsets = scales_of(builder, address_of(builder, row, unit, nbytes))
                 to = place(unit, factors.type.count)
                 stored = builder.store(factors, builder.bitcast(to, factors.type.as_pointer()))
                 stored.align = 4
                 if offsets is None:
                     return sums
-                own = _load(builder, _at(builder, sums_of_x, unit, 4 * 8), eight)
+                own = load(builder, address_of(builder, sums_of_x, unit, 4 * 8), eight)
                 product = builder.fmul(offsets, own, ("contract",))
                 return [builder.fadd(product, sums[0], ("contract",))]
 
             def steps(number, first):
                 def body(k, sums):
                     sums, turn = list(sums), 0
+                    some = address_of(builder, row, builder.add(first, k), nbytes)
+                    prefetch_ahead(builder, some, ahead, number * nbytes)
                     for u in range(number):
                         unit = builder.add(builder.add(first, k), INT(u))
-                        found = groups(
-                            builder, _at(builder, row, unit, nbytes), _at(builder, scales, unit, 1)
-                        )
+                        at = address_of(builder, row, unit, nbytes)
+                        found = groups(builder, at, address_of(builder, scales, unit, 1))
                         if scales_of:
                             at = place(unit, len(found))
                             found = [
-                                (V.splat(builder, _load(builder, at, FLOAT, 4 * g)), None, q)
+                                (V.splat(builder, load(builder, at, FLOAT, 4 * g)), None, q)
                                 for g, (_, _, q) in enumerate(found)
                             ]
-                        at = _at(builder, x, unit, 4 * size * queries)
+                        at = address_of(builder, x, unit, 4 * size * queries)
                         at = builder.bitcast(at, FLOAT.as_pointer())
                         n = 0
                         for group in found:
@@ -423,15 +450,15 @@ def row_product(name, queries):
             if together > 1:
                 sums = loop(builder, builder.sub(units, full), 1, sums, steps(1, full))
             totals = [
-                _sum(builder, pairwise_sum(builder, sums[g * chains : (g + 1) * chains]))
+                sum_of(builder, pairwise_sum(builder, sums[g * chains : (g + 1) * chains]))
                 for g in range(queries)
             ]
             if scales_of:
-                totals[0] = builder.fadd(totals[0], _sum(builder, rest))
+                totals[0] = builder.fadd(totals[0], sum_of(builder, rest))
             return context.make_tuple(builder, signature.return_type, totals)
 
         i = types.int64
-        return types.UniTuple(types.float32, queries)(i, i, i, i, i, i), generate
+        return types.UniTuple(types.float32, queries)(i, i, i, i, i, i, i), generate
 
     return product
 
@@ -453,10 +480,10 @@ def block_product(rows, queries):
 
             def body(k, sums):
                 own = [
-                    builder.bitcast(_at(builder, line, k, 4 * UNIT), FLOAT.as_pointer())
+                    builder.bitcast(address_of(builder, line, k, 4 * UNIT), FLOAT.as_pointer())
                     for line in lines
                 ]
-                at = _at(builder, x, k, 4 * UNIT * queries)
+                at = address_of(builder, x, k, 4 * UNIT * queries)
                 at = builder.bitcast(at, FLOAT.as_pointer())
                 for n in range(UNIT // WIDTH):
                     left = [V.load(builder, line, n) for line in own]
@@ -473,7 +500,7 @@ def block_product(rows, queries):
             for (g, r), total in zip(tile, sums, strict=True):
                 to = builder.gep(C, [builder.add(builder.mul(INT(g), c_row), INT(4 * r))])
                 to = builder.bitcast(to, FLOAT.as_pointer())
-                builder.store(_sum(builder, total), to, align=4)
+                builder.store(sum_of(builder, total), to, align=4)
             return context.get_dummy_value()
 
         i = types.int64
@@ -530,8 +557,8 @@ def splitter(parts):
                 return builder.select(is_nan, _all(0x7FC00000), nearest)
 
             def body(k, _):
-                source = builder.bitcast(_at(builder, x, k, 4 * UNIT), FLOAT.as_pointer())
-                target = _at(builder, to, k, 2 * UNIT)
+                source = builder.bitcast(address_of(builder, x, k, 4 * UNIT), FLOAT.as_pointer())
+                target = address_of(builder, to, k, 2 * UNIT)
                 for n in range(UNIT // WIDTH):
                     rest = V.load(builder, source, n)
                     for p in range(parts):
