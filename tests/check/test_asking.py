@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from check.forgetful import crossings as forgotten
 from check.forgetful import forgets, how_found
+from thorough import thorough_after
 
 import minimha
 from minimha.check import assert_attention
@@ -48,6 +49,7 @@ def test_every_crossing_is_covered(seed):
     assert not uncovered(EVERY, seed)
 
 
+@pytest.mark.thorough
 def test_every_crossing_is_covered_if_three_options_are_refused():
     every = list(combinations(OPTIONS, 3))
     for refused in every[::17]:
@@ -85,7 +87,7 @@ def test_conditions_are_known_ones():
         assert found <= {*OPPOSITES, *OPPOSITES.values()}
 
 
-@pytest.mark.parametrize(("condition", "option"), list(forgotten())[::33])
+@pytest.mark.parametrize(("condition", "option"), thorough_after(1, list(forgotten())[::33]))
 def test_a_kernel_that_forgets_an_option_beside_another_is_named(condition, option):
     found, report = how_found(condition, option)
     assert found == "named", str(report)
@@ -93,7 +95,7 @@ def test_a_kernel_that_forgets_an_option_beside_another_is_named(condition, opti
     assert report.explains[0] == report.explains[1]
 
 
-@pytest.mark.parametrize(("condition", "option"), list(forgotten())[::41])
+@pytest.mark.parametrize(("condition", "option"), thorough_after(1, list(forgotten())[::41]))
 def test_it_is_named_by_a_kernel_that_refuses_three_options_too(condition, option):
     free = [name for name in OPTIONS if name != option and not condition.startswith(name)]
     found, report = how_found(condition, option, refused=free[:3])
@@ -156,6 +158,7 @@ def test_a_kernel_that_needs_pages_is_asked_in_pages():
     assert report.smallest.problem.arguments["block_table"].size < 10
 
 
+@pytest.mark.thorough
 def test_masks_and_biases_of_two_axes_are_refused_or_misread():
     def dense(q, k, v, **options):
         return minimha.attention(q, k, v, backend="dense", **options)
@@ -303,7 +306,7 @@ def test_a_kernel_that_takes_16_bits_alone_is_asked_in_them(dtype):
         minimha.check(function, dtype="float32")
 
 
-@pytest.mark.parametrize("layout", ["BLHD", "LBHD", "BHDL"])
+@pytest.mark.parametrize("layout", thorough_after(1, ["LBHD", "BLHD", "BHDL"]))
 def test_axes_may_have_another_order(layout):
     there = ["BHLD".index(axis) for axis in layout]
     back = [layout.index(axis) for axis in "BHLD"]

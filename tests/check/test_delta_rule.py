@@ -42,6 +42,7 @@ def test_one_deviation_is_named(name):
     assert found.verdict == ("differs" if name in NAN_LEAKS + CLEARING else "wrong")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "names",
     [

@@ -116,6 +116,7 @@ def test_transformers_gives_a_mean_where_nothing_is_seen(module):
     assert_is(minimha.check(libraries.transformers_eager), "differs", MEAN, LEAKS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

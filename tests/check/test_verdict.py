@@ -50,6 +50,7 @@ def test_one_deviation_is_named(identifier):
     assert found.explains == (len(found.results) - sum(r.is_refused for r in found.results),) * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_one_deviation_is_named_in_16_bits(dtype):
     """Every eighteenth; ``python -m tests.check.measure`` tries all."""

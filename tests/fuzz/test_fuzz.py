@@ -18,7 +18,7 @@ from fuzz.memory import placed
 from fuzz.run import RUN_ON, Failure, check, failures, solve
 from fuzz.smaller import reduced
 
-PROBLEMS = 2 * settings.default.max_examples
+PROBLEMS = settings.default.max_examples
 # "cpu" takes rung 6 for all that it does not leave to rung 4.
 TESTED = [name for name in RUN_ON if name != "cpu.rung6_matrix_unit"]
 
