@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 import tracemalloc
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +28,10 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 @pytest.fixture(scope="module")
 def tensors():
     return plain.llama_tensors(np.random.default_rng(0))
+
+
+# What Linux says of this process's mapped files, and whether it has pages of 2 MB.
+SMAPS, HUGE = Path("/proc/self/smaps"), Path("/sys/kernel/mm/transparent_hugepage")
 
 
 @pytest.fixture
@@ -475,3 +480,14 @@ def test_variants_of_gpt2_are_refused_by_name():
     ):
         sentence = f"config.json's {setting} is {value}: only {not value} is implemented"
         refused(sentence, from_tensors, plain.GPT2 | {setting: value}, tensors)
+
+
+@pytest.mark.skipif(
+    not (HUGE.exists() and SMAPS.exists() and "VmFlags" in SMAPS.read_text()),
+    reason="this system has no pages of 2 MB, or does not say how files are mapped",
+)
+def test_files_are_to_be_read_in_large_pages(folder):
+    model = load(folder)
+    mapped = SMAPS.read_text().partition(str(folder / "model.safetensors"))[2]
+    assert "hg" in mapped.partition("VmFlags:")[2].partition("\n")[0].split()
+    assert model.config.d_model == LLAMA["hidden_size"]
