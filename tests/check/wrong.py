@@ -484,7 +484,7 @@ def clipped(q, k, v):
 
 def clipped_before_the_softmax(q, k, v):
     k, v = repeated(q, k, v)
-    return softmax(np.clip(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -500, 500)) @ v
+    return softmax(np.clip(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -100, 100)) @ v
 
 
 @has("state_of_earlier_heads")

@@ -224,6 +224,7 @@ def test_new_weights_and_thread_counts_have_effect():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork")  # of a process with threads, which is the point
 def test_a_forked_child_goes_on():
     made, x, cache = begun(9)
     want = run(made, x[2:], copy.deepcopy(cache))

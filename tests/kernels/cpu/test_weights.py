@@ -175,6 +175,7 @@ def test_a_row_with_one_number_that_is_not_finite(name, value):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork")  # of a process with threads, which is the point
 def test_a_forked_child_multiplies_too():
     W, numbers = matrix("bfloat16", 515, 544)
     x = RNG.normal(size=(1, 544)).astype(np.float32)
