@@ -253,11 +253,13 @@ class Stored:
         starts = self.starts[rows]
         size, nbytes, widen = FORMATS[self.format]
         blocks = self.columns // size
-        at = np.arange(blocks * nbytes)
-        if len(starts) and (np.diff(starts) == blocks * nbytes).all():
-            own = self.data[starts[0] : starts[0] + len(starts) * len(at)]
+        row = blocks * nbytes
+        if len(starts) and (np.diff(starts) == row).all():
+            own = self.data[starts[0] : starts[0] + len(starts) * row]
         else:
-            own = self.data[starts[:, None] + at].reshape(-1)
+            own = np.empty((len(starts), row), np.uint8)
+            for to, start in zip(own, starts, strict=True):
+                to[:] = self.data[start : start + row]
         stored = np.ascontiguousarray(own.reshape(-1, nbytes))
         if self.scales is not None:
             first = starts // nbytes

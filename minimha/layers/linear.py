@@ -53,6 +53,7 @@ class Joined:
     """Matrices (rows, columns of each) that multiply the same rows, in few calls of a kernel.
 
     While decoding, a call costs about as much as reading 1 MB of weights: threads have to wake.
+    Matrices are in the order in which memory has them, because so a kernel reads them.
     """
 
     def __init__(self, *matrices: Array | Stored) -> None:
@@ -60,6 +61,8 @@ class Joined:
         groups: dict[Any, list[int]] = {}
         for n, W in enumerate(matrices):
             groups.setdefault(_kind(W) or n, []).append(n)
+        for some in groups.values():
+            some.sort(key=lambda n: _place(matrices[n]))
         self.groups = [Group(tuple(matrices[n] for n in some), some) for some in groups.values()]
 
     def __reduce__(self) -> tuple[type[Joined], tuple[Array | Stored, ...]]:
@@ -106,6 +109,13 @@ class Group:
         if self._weights is None:
             self._weights = kernel.weights_of(*self.matrices)
         return self._weights
+
+
+def _place(W: Array | Stored) -> int:
+    """Return the address of the first number of W."""
+    if isinstance(W, Stored):
+        return int(W.data.ctypes.data) + int(W.starts.min(initial=0))
+    return int(W.ctypes.data)
 
 
 def _kind(W: Array | Stored) -> Any:
