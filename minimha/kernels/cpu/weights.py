@@ -29,9 +29,10 @@ Measured with 1.1 billion numbers in bfloat16: a token takes 157 ms, three fifth
 which two threads read this memory; torch takes 142 ms in bfloat16. 128 tokens take 0.84 s, and
 0.51 s if W ``is_rounded``; torch takes 1.14 s in float32, and 0.33 s in bfloat16 (two cores of an
 Intel Xeon with AMX, which torch uses too; in turns, best of three, 2026-11-26). With pairs and
-without a matrix unit, 128 tokens take 1.50 s, 0.85 s if W ``is_rounded``, and torch 2.18 s in
-float32, 0.83 s in bfloat16; a token takes 70 ms, 0.88 of the rate of reading, and torch 136 ms (two
-cores of an AMD EPYC of generation Zen 4, in turns, medians, 2026-11-28).
+without a matrix unit, 128 tokens take 1.40 s, 0.79 s if W ``is_rounded``, and torch 1.81 s in
+float32, 0.77 s in bfloat16. A token takes 50 to 68 ms, mostly 0.87 of the rate of reading, which
+differs from minute to minute, and torch 137 to 166 ms (two cores of an AMD EPYC of generation
+Zen 4, in turns, medians, 2026-11-29).
 """
 
 from __future__ import annotations
