@@ -61,9 +61,10 @@ def load(path: str | Path, dtype: Literal["float32", "bfloat16"] = "float32") ->
     """Load a model from a local folder or GGUF file.
 
     Matrices are memory-mapped as they are stored: in float32, in 16 bits or quantised. They are
-    widened when they are used, or multiplied as bytes, with the accuracy of float32. Of gpt-oss in bfloat16, two
-    thirds of each expert's matrices are copied, in 16 bits. GGUF types other than F16, BF16, Q8_0,
-    Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K become float32 when the model is loaded.
+    widened when they are used, or multiplied as bytes, with the accuracy of float32. Of gpt-oss in
+    bfloat16, two thirds of each expert's matrices are copied, in 16 bits. GGUF types other than
+    F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K become float32 when the model is
+    loaded.
 
     Parameters
     ----------
