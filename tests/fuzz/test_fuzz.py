@@ -42,6 +42,13 @@ def test_random_problems(backend, found, seed):
     assert not reports, "\n".join([f"{len(reports)} of {PROBLEMS} fail, among them", *reports[:3]])
 
 
+@pytest.mark.thorough
+def test_more_random_problems(seed):
+    more = failures(TESTED, seed, range(PROBLEMS, 2 * PROBLEMS))
+    reports = [failure.report(seed) for failure in more]
+    assert not reports, "\n".join([f"{len(reports)} fail, among them", *reports[:3]])
+
+
 def one_query(k, v, dtype=np.float32, q=1.0):
     """One query against some keys, all of width 1."""
     arrays = {"q": q, "k": k, "v": v}
