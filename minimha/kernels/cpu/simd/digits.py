@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from minimha.kernels.cpu.simd.vector import FEATURES, INT, VECTOR_BITS, loop, pairwise_sum
+from minimha.kernels.cpu.simd.vector import INT, MULTIPLIES_BYTES, loop, pairwise_sum
 from minimha.kernels.cpu.simd.weights import (
     BYTE,
     FLOAT,
@@ -47,9 +47,6 @@ from minimha.kernels.cpu.simd.weights import (
     sum_of,
 )
 
-MULTIPLIES_BYTES = VECTOR_BITS == 512 and "avx512vnni" in FEATURES
-if MULTIPLIES_BYTES:
-    binding.initialize_native_asmparser()
 TOGETHER = 64  # numbers that one instruction multiplies
 DIGITS = 3
 MOST_BYTES = 5  # for a number of x, at most
@@ -70,10 +67,13 @@ def _twice(builder, vector):
 
 
 def _shifted(builder, q, left, right):
-    """Generate ``q`` with each half's 32-bit words shifted to the left, or to the right."""
-    words = builder.bitcast(q, ir.VectorType(WORD, 16))
+    """Generate ``q`` with the 32-bit words of each part shifted to the left, or to the right.
+
+    All parts, of which each has a number, are of the same length.
+    """
+    words = builder.bitcast(q, SIXTEEN)
     shift = builder.shl if any(left) else builder.lshr
-    by = [x or y for x, y in zip(left, right, strict=True) for _ in range(8)]
+    by = [x or y for x, y in zip(left, right, strict=True) for _ in range(16 // len(left))]
     return builder.bitcast(shift(words, ir.Constant(words.type, by)), q.type)
 
 
@@ -98,9 +98,8 @@ def _of_32(first_byte, has_fifth):
     def quantised(builder, first, second):
         both = [load(builder, at, _bytes(16), first_byte) for at in (first, second)]
         pick = [n + 16 * x for x in range(2) for _ in range(2) for n in range(16)]
-        q = builder.bitcast(_shuffled(builder, *both, pick), ir.VectorType(WORD, 16))
-        shifts = ir.Constant(q.type, [0, 0, 0, 0, 4, 4, 4, 4] * 2)
-        q = _masked(builder, builder.bitcast(builder.lshr(q, shifts), _bytes(64)), 15)
+        q = _shifted(builder, _shuffled(builder, *both, pick), (0, 0, 0, 0), (0, 4, 0, 4))
+        q = _masked(builder, q, 15)
         if has_fifth:
             bits = [
                 builder.bitcast(

@@ -27,8 +27,9 @@ _, _, _signed = cpu_target.target_context.codegen().magic_tuple()
 FEATURES = {name[1:] for name in _signed.split(",") if name.startswith("+")}
 VECTOR_BITS, REGISTERS = host_vectors()
 MULTIPLIES_PAIRS = VECTOR_BITS == 512 and "avx512bf16" in FEATURES
-if MULTIPLIES_PAIRS:
-    binding.initialize_native_asmparser()  # for ``Vector.add_pairs``
+MULTIPLIES_BYTES = VECTOR_BITS == 512 and "avx512vnni" in FEATURES
+if MULTIPLIES_PAIRS or MULTIPLIES_BYTES:
+    binding.initialize_native_asmparser()  # for ``Vector.add_pairs``, and sums of bytes' products
 
 
 @jit_too
