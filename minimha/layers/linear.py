@@ -53,7 +53,7 @@ class Joined:
     """Matrices (rows, columns of each) that multiply the same rows, in few calls of a kernel.
 
     While decoding, a call costs about as much as reading 1 MB of weights: threads have to wake.
-    Matrices are in the order in which memory has them, because so a kernel reads them.
+    Matrices of a group are sorted by address, the order in which a kernel reads them fastest.
     """
 
     def __init__(self, *matrices: Array | Stored) -> None:

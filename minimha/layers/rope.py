@@ -310,10 +310,7 @@ def _rotate(
         first, second = _pairs(2 * cos.shape[-1], interleaved)
         y = x.astype(compute)
         x_1, x_2 = y[..., first], y[..., second]
-        turned = x_2 * cos + x_1 * sin
-        x_1 *= cos
-        x_1 -= x_2 * sin
-        x_2[...] = turned
+        y[..., first], y[..., second] = x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
         return np.asarray(tap("rotated", y.astype(x.dtype, copy=False)))
 
 
