@@ -172,7 +172,8 @@ def decode(line, worker):
         load_queries(q, matrix(t.Q, 0, rows, D), o, b, kv, group, t.wide)
         is_narrow = o.is_bfloat16 and are_multiplied(k, D) and are_multiplied(v, Dv)
         if is_narrow:
-            round_queries(t.Q, rows, D, flat(halves_of(t.narrow), rows * SUMMED))
+            narrow = flat(halves_of(t.narrow), rows * SUMMED)
+            is_narrow = round_queries(t.Q, rows, D, narrow)
         part = part_of(t, head * splits + split, rows, most, Dv)
         for r in range(rows):
             part.m[r] = -math.inf

@@ -82,6 +82,20 @@ def test_8_bit_keys_of_16_bit_queries_lose_no_more_than_rounding_may(H, Lq, Lk, 
         np.testing.assert_allclose(O.astype(np.float64), exact_O, rtol=0, atol=eps * largest)
 
 
+@pytest.mark.parametrize("stored", [np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)], ids=str)
+@pytest.mark.parametrize("infinity", [np.inf, -np.inf, np.nan])
+def test_an_infinite_query_picks_8_bit_keys_as_in_exact_attention(infinity, stored):
+    q, k, v = ragged(Lq=1, Lk=9, D=64, Dv=64)
+    q, k, v = q.astype(ml_dtypes.bfloat16), *((4 * x).astype(stored) for x in (k, v))
+    q[:, :, :, 5] = infinity
+    for kinds in ([1], [-1], [1, 2, -3], [0, 1]):
+        k[..., 5] = np.resize(np.array(kinds).astype(stored), 9)
+        O, L = run("cpu.rung5_decode", q, k, v, k_scale=0.02, v_scale=0.02)
+        exact_O, exact_L = run("dense", q.astype(np.float64), k, v, k_scale=0.02, v_scale=0.02)
+        np.testing.assert_array_equal(L, exact_L)
+        np.testing.assert_allclose(O.astype(np.float64), exact_O, rtol=0, atol=1e-3)
+
+
 def test_a_plan_for_8_bits_reads_the_scales_of_each_call():
     q, k, v = ragged(Lq=1, D=64, Dv=64)
     k, v = ((40 * x).astype(np.int8) for x in (k, v))

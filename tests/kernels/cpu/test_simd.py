@@ -209,7 +209,7 @@ def test_products_of_bytes_and_bfloat16(stored, rows, depth, queries):
     halves_ = np.zeros(queries * max(depth * bytes_.COPIES, bytes_.MOST_KEYS), np.uint16)
     S, expected = np.zeros((2, queries, rows + 15), np.float32)
     to = (0, rows + 15, rows, queries, depth, True)
-    bytes_.round_queries(Q, queries, depth, halves_)
+    assert bytes_.round_queries(Q, queries, depth, halves_)
     bytes_.byte_products(K, starts, 2, halves_, S.ravel(), *to)
     plain_simd.dot_products(floats, starts, 2, Q, 0, depth, expected.ravel(), *to)
     atol = 1e-6 * depth * np.abs(floats).max()
@@ -234,6 +234,18 @@ def test_every_byte_becomes_bfloat16_exactly(stored):
     bytes_.weighted_bytes(one, V_, np.zeros(1 + ROWS_AHEAD, np.int64), 0, O, 256, 1, 1, 256, False)
     wanted = V_ if stored == np.int8 else [naive.float8(x) / 256 for x in range(256)]
     np.testing.assert_array_equal(O, np.array(wanted, np.float32))
+
+
+def test_the_product_with_an_int8_key_of_zeros_is_exactly_zero():
+    K = np.zeros((16, 64), np.int8)
+    if not are_multiplied(K, 64):
+        pytest.skip("this CPU has no AVX-512 with BF16 and VBMI")
+    Q, S = numbers(1, 64).astype(ml_dtypes.bfloat16).astype(np.float32), np.ones(16, np.float32)
+    halves_ = np.zeros(64 * bytes_.COPIES, np.uint16)
+    bytes_.round_queries(Q, 1, 64, halves_)
+    starts = np.arange(16 + ROWS_AHEAD) * 64 % 1024
+    bytes_.byte_products(K.ravel(), starts, 0, halves_, S, 0, 16, 16, 1, 64, False)
+    np.testing.assert_array_equal(S, 0)
 
 
 def test_other_columns_and_dtypes_are_not_multiplied():

@@ -5,7 +5,9 @@ Here they become bfloat16, which is exact, and an instruction adds two products 
 sum in float32. Weights are rounded to bfloat16, once. A table has the bits of each magnitude:
 
 float8_e4m3fn   all but the sign; the numbers are over ``UNIT_OF_FLOAT8``, as elsewhere
-int8            the magnitudes up to 127, over 64; the bits of -128, which is then -2, are added
+int8            the magnitudes up to 127, over 64; the bits of -128, which is then -2, are added.
+                Keys are increased by 1/2: with n and -1-n of one magnitude, all 256 are in the
+                table, and half of the sum of a query is subtracted from its scores
 
 Arrays are those of ``simd.dot``; bfloat16 numbers are uint16, their bits.
 """
@@ -49,13 +51,17 @@ BYTE = ir.IntType(8)
 BYTES = ir.VectorType(BYTE, UNIT)
 IS_FAST = MULTIPLIES_PAIRS and "avx512vbmi" in FEATURES
 OF_INT8 = 64  # int8 numbers are looked up over this
+HALF = 0.5
 
 
-def _table(kind):
-    """Return the upper and lower bytes of the bfloat16 bits of the magnitudes 0 to 127."""
+def _table(kind, increase):
+    """Return the upper and lower bytes of the bfloat16 bits of the magnitudes 0 to 127.
+
+    int8 numbers have a certain ``increase``.
+    """
     code = np.arange(128)
     if kind.dtype == types.int8:
-        numbers = code / OF_INT8
+        numbers = (code + increase) / OF_INT8
     else:
         exponent, digits = code >> 3, code & 7
         normal = (8 + digits) * 2.0 ** (exponent - 18)  # over 2^8
@@ -119,21 +125,24 @@ def _load_pieces(builder, pointers):
     return parts[0]
 
 
-def _words(builder, kind, stored):
-    """Generate the numbers of a vector of bytes as two vectors, in each lane two bfloat16."""
+def _words(builder, kind, stored, increase=0.0):
+    """Generate the numbers of a vector of bytes as two vectors, in each lane two bfloat16.
+
+    int8 numbers are increased by ``increase``, 0 or ``HALF``.
+    """
     sign, size = builder.and_(stored, _every(0x80)), stored
     is_integer = kind.dtype == types.int8
     if is_integer:
         two = ir.FunctionType(BYTES, [BYTES] * 2)  # not LLVM's abs, for which Zen 4 has fewer units
-        negative = builder.sub(_every(0), stored)
-        size = builder.asm(two, "vpminub $2, $1, $0", "=v,v,v", (stored, negative), False)
+        other = builder.not_(stored) if increase else builder.sub(_every(0), stored)
+        size = builder.asm(two, "vpminub $2, $1, $0", "=v,v,v", (stored, other), False)
     look_up = _function(builder, "llvm.x86.avx512.vpermi2var.qi.512", BYTES, BYTES, BYTES)
     upper, lower = (
         builder.call(look_up, [ir.Constant(BYTES, part[:64]), size, ir.Constant(BYTES, part[64:])])
-        for part in _table(kind)
+        for part in _table(kind, increase)
     )
     upper = builder.or_(upper, sign)
-    if is_integer:  # only the magnitude of -128 has the upper bit, and 0x4000 is 2
+    if is_integer and not increase:  # only -128 has the upper bit now, and 0x4000 is 2
         upper = builder.or_(upper, builder.lshr(builder.and_(size, _every(0x80)), _every(1)))
     return [builder.bitcast(x, V.type) for x in _mixed(builder, lower, upper)]
 
@@ -197,7 +206,32 @@ def _scores(queries):
                 for x, array in ((0, K), (3, Q), (5, S))
             )
             rows_of_Q = [builder.gep(Q, [builder.mul(INT(g), q_row)]) for g in range(queries)]
-            last = builder.sub(n, INT(1))
+            last, increase = builder.sub(n, INT(1)), HALF * (kinds[0].dtype == types.int8)
+
+            def words_of(row, d):
+                """Generate the numbers of a row of Q for columns from d on."""
+                at = builder.gep(row, [builder.mul(d, INT(COPIES))])
+                at = builder.bitcast(at, V.type.as_pointer())
+                return [builder.load(builder.gep(at, [INT(x)]), align=2) for x in (0, 1)]
+
+            def sums_of_zeros(d, sums):
+                """Add the products of Q with a key of zeros, as they are for other keys."""
+                zeros = _words(builder, kinds[0], _every(0), increase)
+                return [
+                    add_products(zeros, words_of(row, d), total)
+                    for row, total in zip(rows_of_Q, sums, strict=True)
+                ]
+
+            def add_products(keys, words, total):
+                for pair in zip(keys, words, strict=True):
+                    total = V.add_pairs(builder, *pair, total)
+                return total
+
+            zeros = []
+            if increase:
+                none = [V.constant(0.0)] * queries
+                zeros = loop(builder, depth, COLUMNS, none, sums_of_zeros)
+                zeros = [sums_of_pieces(builder, V, [each] * COPIES) for each in zeros]
 
             def some_rows(first, _, is_far):
                 places = [_next(builder, first, x, last) for x in range(TILE)]
@@ -209,27 +243,23 @@ def _scores(queries):
                         row = builder.add(first, builder.udiv(quarter, INT(COLUMNS // COPIES)))
                         line = builder.and_(d, INT(-UNIT))
                         _prefetch_line(builder, K, kinds[1], starts, row, COPIES, line)
-                    own = []
-                    for row in rows_of_Q:
-                        at = builder.gep(row, [builder.mul(d, INT(COPIES))])
-                        at = builder.bitcast(at, V.type.as_pointer())
-                        parts = [builder.gep(at, [INT(x)]) for x in (0, 1)]
-                        own.append([builder.load(x, align=2) for x in parts])
+                    own = [words_of(row, d) for row in rows_of_Q]
                     found = []
                     for x in range(COPIES):  # lane 4 y + x of ``products`` is row 4 y + x
                         places = [builder.gep(row, [d]) for row in rows[x::COPIES]]
-                        keys = _words(builder, kinds[0], _load_pieces(builder, places))
-                        for words in own:
-                            total = sums[len(found)]
-                            for pair in zip(keys, words, strict=True):
-                                total = V.add_pairs(builder, *pair, total)
-                            found.append(total)
+                        keys = _words(builder, kinds[0], _load_pieces(builder, places), increase)
+                        found += [
+                            add_products(keys, words, sums[len(found) + g])
+                            for g, words in enumerate(own)
+                        ]
                     return found
 
                 none = [V.constant(0.0)] * (COPIES * queries)
                 sums = loop(builder, depth, COLUMNS, none, some_columns)
                 for g in range(queries):
                     products = sums_of_pieces(builder, V, sums[g::queries])
+                    if zeros:
+                        products = builder.fsub(products, zeros[g])
                     products = _in_units(builder, kinds[0], products)
                     to = builder.add(builder.mul(INT(g), s_row), first)
                     V.store(builder, products, builder.gep(S, [to]))
@@ -388,13 +418,17 @@ def _has_nan(V_, starts, n, columns):
 def round_queries(Q, rows, depth, to):
     """Write ``rows`` rows of Q, of ``depth`` bfloat16 numbers each, for ``byte_products``.
 
-    The numbers of a piece of 128 bits are repeated ``COPIES`` times before the next.
+    The numbers of a piece of 128 bits are repeated ``COPIES`` times before the next. Returns
+    whether all are finite, without which ``byte_products`` would take the wrong ones for NaN.
     """
-    bits, numbers = bits_of(Q), PIECE // 16
+    bits, numbers, are_finite = bits_of(Q), PIECE // 16, True
     for first in range(0, rows * depth, numbers):
         for copy in range(COPIES):
             for x in range(numbers):
-                to[first * COPIES + copy * numbers + x] = to_bfloat16(bits[first + x])
+                number = to_bfloat16(bits[first + x])
+                to[first * COPIES + copy * numbers + x] = number
+                are_finite &= number & 0x7F80 != 0x7F80
+    return are_finite
 
 
 @jit
