@@ -16,7 +16,7 @@ from minimha.check.prepared import Impossible, Prepared
 from minimha.check.rounding import rounded
 from minimha.check.visible import packed_rows
 from minimha.equations.arrays import FLOAT8, extension
-from minimha.equations.eight_bits import scales_of
+from minimha.equations.eight_bits import SCALES, scales_of
 
 Array = NDArray[Any]
 Alter = Callable[[Prepared, Mapping[str, Any], Any], Mapping[str, Any]]
@@ -155,6 +155,11 @@ def _moved(size: int, block: int) -> Array:
     return np.where((i < end) | (end == 0), i, i - end + size - block)
 
 
+def _ignored_in_tail(x: Prepared, a: Array, block: int) -> Array:
+    """Let a mask or bias count only for the keys of whole blocks."""
+    return np.where(x.j < x.Lk // block * block, a, a.dtype.type(a.dtype == bool))
+
+
 def _axes(name: str) -> dict[str, Alter]:
     """What goes wrong with the indices of the mask, or of the bias."""
 
@@ -199,6 +204,7 @@ def _axes(name: str) -> dict[str, Alter]:
         "row_mod_length": packed,
         "block_0_for_all": lambda x, a, size: a if a.shape[3] == 1 else a[..., x.j % size],
         "last_block_moved": moved,
+        "ignored_in_tail": _ignored_in_tail,
         "flattened": flattened,
         "by_order_of_lengths": sorted_otherwise,
         "transposed": transposed,
@@ -534,7 +540,9 @@ def _in_order(x: Prepared, table: Any, of: str) -> Any:
 
 def _reread(x: Prepared, given: Mapping[str, Any], value: tuple[str, int]) -> Mapping[str, Any]:
     way, size = value
-    if given.get("block_table") is None or (way != "tile" and size >= np.shape(given["k"])[2]):
+    if given.get("block_table") is None or (
+        way not in ("tile", "slot") and size >= np.shape(given["k"])[2]
+    ):
         return {}
     return {READ: value}
 
@@ -568,14 +576,23 @@ def _counted(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]
     return {"attn_bias": np.log(np.maximum(times, 1)) + given.get("attn_bias", 0)}
 
 
-def _by_place(x: Prepared, given: Mapping[str, Any], order: str) -> Mapping[str, Any]:
-    """Hide the indices whose place is after their query's, as causality hides keys."""
-    if given.get(INDICES) is None or not given.get("is_causal"):
+def _by_place(x: Prepared, given: Mapping[str, Any], value: tuple[str, str]) -> Mapping[str, Any]:
+    """Hide indices by their place in the list, as causality and the window hide keys."""
+    order, of = value
+    if given.get(INDICES) is None:
         return {}
-    picks = np.asarray(given[INDICES])
-    picks = np.sort(picks, -1) if order == "sorted" else picks
-    seen = np.arange(picks.shape[-1]) <= x.i + x.offset
-    return {INDICES: np.where(seen, picks, -1), "is_causal": False}
+    picks, found = np.asarray(given[INDICES]), dict[str, Any]()
+    picks = picks if order == "given" else np.sort(picks, -1)
+    picks = picks[..., ::-1] if order == "from the last" else picks
+    ahead = np.arange(picks.shape[-1]) - x.i - x.offset  # of the query's position
+    if given.get("is_causal") and of != "window":
+        picks, found = np.where(ahead <= 0, picks, -1), {"is_causal": False}
+    if given.get("window_size") is not None and of != "causal":
+        left, right = given["window_size"]
+        seen = (left is None) | (ahead >= -(left or 0))
+        seen = seen & ((right is None) | (ahead <= (right or 0)))
+        picks, found = np.where(seen, picks, -1), found | {"window_size": None}
+    return {INDICES: picks, **found} if found else {}
 
 
 def _rescaled(change: Callable[..., Any]) -> Alter:
@@ -629,6 +646,20 @@ def _scales_transposed(given: Mapping[str, Any], name: str) -> Any:
     return scales.reshape(-1, *scales.shape[:-3:-1]).swapaxes(-1, -2)
 
 
+def _pages_by_place(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, Any]:
+    """Give each entry its own pages, and the n-th of them page n of the pool, in ``which``."""
+    table, names = given.get("block_table"), which.split(" and ")
+    scales = [name for name in SCALES.values() if np.ndim(given.get(name, 0)) > 2]
+    if table is None or not {*names} & {"k", "v", *scales}:
+        return {}
+    pages = np.maximum(table, 0).ravel()
+    places = np.tile(np.arange(table.shape[1]), len(table))
+    found: dict[str, Any] = {"block_table": np.arange(pages.size).reshape(table.shape)}
+    for name in ("k", "v", *scales):
+        found[name] = np.asarray(given[name])[places if name in names else pages]
+    return found
+
+
 def scales_by_head(x: Prepared, given: Mapping[str, Any], of: str) -> Array:
     """Return the scales of the keys or the values, "k" or "v", as (B, H, 1, Lk)."""
     stored, name = np.asarray(given[of]), f"{of}_scale"
@@ -653,8 +684,8 @@ def _stored(given: Mapping[str, Any], dtype: str) -> dict[str, Array]:
     return {X: given[X].view(np.uint8) for X in named if given[X].dtype.name == dtype}
 
 
-def _unsigned(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
-    return _stored(given, "int8")
+def _unsigned(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, Any]:
+    return {X: some for X, some in _stored(given, "int8").items() if X in which}
 
 
 def _misread(x: Prepared, given: Mapping[str, Any], other: str) -> Mapping[str, Any]:
@@ -675,6 +706,7 @@ ARRANGED: dict[str, Alter] = {
     "scales_transposed": _rescaled(_scales_transposed),
     "scales_swapped": _rescaled(lambda given, name: given["kv".replace(name[0], "") + name[1:]]),
     "scales_of_first_for_all": _rescaled(_scale_of_first),
+    "pages_by_place": _pages_by_place,
     "eight_bits_unsigned": _unsigned,
     "eight_bits_misread": _misread,
     "key_indices_0_for_all": _option(INDICES, lambda x, a, of: _picked_for_all(a, of)),

@@ -41,7 +41,7 @@ DECODING, ENDS = "one query", "at the ends"  # of the keys, as where a kernel de
 QUERIES, KEYS = np.array([3, 5, 2]), np.array([7, 6, 9])  # of packed sequences
 EQUAL = np.array([4, 4, 4]), np.array([9, 9, 9])  # sequences that only their offsets tell apart
 IN_PAGES = np.array([41, 64, 35])  # keys of each batch entry; the second fills its last page
-LARGE_PAGES = (24, 48, 128)  # sizes that no block of 64 keys divides, or a whole block and more
+LARGE_PAGES = (24, 48, 80, 128)  # sizes that no block of 64 keys divides, or two whole blocks
 BLOCKS_IN_PAGES = np.array([141, 288, 205])
 
 
@@ -194,9 +194,10 @@ def _starts(lengths: Any) -> Any:
 def _packed(seed: int, D: int) -> Iterator[Graded]:
     """Yield problems with packed sequences, with as many keys as queries, and with more."""
     many, some = 1 + np.arange(40) % 3, ((), ("is_causal",), ("groups",))
+    of_many = (*some, ("kv_lengths",))
     for queries, keys, words, rows in (
         (QUERIES, QUERIES, "as many keys", some), (QUERIES, KEYS, "more keys", ((), *CROSSED)),
-        (QUERIES, KEYS[::-1], "other keys", some), (many, many[::-1] + 2, "40 sequences", some),
+        (QUERIES, KEYS[::-1], "other keys", some), (many, many[::-1] + 2, "40 sequences", of_many),
         (QUERIES, KEYS * [1, 0, 1], "no keys in a sequence", ((), ("return_lse",))),
         (*EQUAL, "equal sequences", (("is_causal",), ("window_size",))),
     ):  # fmt: skip
@@ -206,7 +207,7 @@ def _packed(seed: int, D: int) -> Iterator[Graded]:
             H, Hkv = 4, 2 if "groups" in on else 4
             given: dict[str, Any] = draw.qkv(1, H, int(sum(queries)), int(sum(keys)), D, Hkv=Hkv)
             given |= {"cu_seqlens_q": _starts(queries), "cu_seqlens_k": _starts(keys)}
-            given |= _options(draw, on, H, KEYS - np.array([1, 0, 2]))
+            given |= _options(draw, on, H, keys - np.resize([1, 0, 2], len(keys)))
             if words != "as many keys" and POSITIONAL & {*on}:
                 given["q_offset"] = keys - queries
             if words == "equal sequences":

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from minimha.check.expanded import ARRANGING, expanded
 from minimha.check.problems import Graded
 
@@ -32,6 +34,7 @@ OPPOSITES = {  # each condition, and the one that holds otherwise, if it has a n
     "Lk > 32": "Lk <= 32",
     "Lk > 128": "",
     "Dv is not D": "Dv is D",
+    "scales are of each token": "scales are of each head, or one",
     **{f"{option} is given": f"{option} is not given" for option in OPTIONS},
     **{f"{option} is given": f"{option} is not given" for option in ARRANGED},
 }
@@ -65,7 +68,7 @@ def conditions(arguments: Mapping[str, Any]) -> frozenset[str]:
     B, H, G, Lq, Lk, D, Dv = sizes(arguments).values()
     shapes = (
         B > 1, H > 1, G > 1, G == 8, G == 3, Lq == 1, 1 < Lq < Lk, Lq > Lk, Lk > 32, Lk > 128,
-        Dv != D,
+        Dv != D, np.ndim(arguments.get("k_scale", 0)) > 1,
     )  # fmt: skip
     options = (*OPTIONS, *ARRANGED)
     given = [arguments.get(name) is not None and arguments[name] is not False for name in options]

@@ -166,6 +166,8 @@ def _gather_pages(plain: dict[str, Any], arguments: Mapping[str, Any]) -> None:
     if way == "tile":  # all keys of a tile follow its first one
         first = j // P * P
         flat = table[:, first // size] * size + first % size + j - first
+    if way == "slot":  # all keys of a tile are in the page of its first one
+        flat = table[:, j // P * P // size] * size + j % size
     for name in "kv":
         if way == "untransposed":
             plain[name] = _untransposed(plain, name, table, of_used=P > 1)

@@ -33,6 +33,9 @@ def _problems(seed: int) -> Iterator[Graded]:
     for name, is_interleaved in (("halves", False), ("neighbours", True)):
         yield _problem(seed, f"rotated {name}", shows, Hi=2, L=16, rope_interleaved=is_interleaved)
     yield _problem(seed, "rotated slowly", "the base of the rotation", L=16, base=64.0)
+    yield _problem(
+        seed, "140 tokens", "blocks of queries and keys", Hi=4, L=140, top_k=20, **causal
+    )
     yield _problem(seed, "everything", "all of it together", B=2, Hi=4, L=32, top_k=4,
                    rope_interleaved=True, **causal)  # fmt: skip
 

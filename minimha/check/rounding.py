@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 FORMATS = {"bfloat16": (8, 128), "float16": (11, 16)}  # bits and exponent, coarsest first
+OF_FLOAT8 = (4, 8)  # of float8_e4m3fn, for numbers below 256
 
 
 def rounded(x: Array, bits: int, exponent: int = 128) -> Array:

@@ -76,8 +76,11 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     if way == "none":  # of the keys in the block where the query stands
         return np.asarray(x.j // size < p // size)
     ahead = d.get("causal_sees_one_ahead", 0) - d.get("causal_excludes_self", 0)
-    block = d.get("causal_loop_ignores_offset", x.Lk)
-    seen = (j <= p + ahead) & (x.j < (x.i // block + 1) * block)
+    seen = j <= p + ahead
+    if "causal_loop_ignores_offset" in d:
+        value = d["causal_loop_ignores_offset"]
+        block, most = (value[0], x.Lq) if isinstance(value, tuple) else (value, x.Lk)
+        seen = seen & (x.j < np.minimum((x.i // block + 1) * block, most))
     if "causal_masked_in_last_block" in d:
         B_r, B_c, masked = (*d["causal_masked_in_last_block"], 1)[:3]
         last_block = np.minimum(_last_row(x, B_r) + first, x.Lk - 1) // B_c
@@ -238,6 +241,9 @@ def rows(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
         tile = d["last_rows_moved_back"]
         is_moved = (x.i >= x.Lq - tile) & (x.Lq > tile)
         return np.asarray(x.i + np.where(is_moved, -x.Lq % tile, 0))
+    if "rows_by_other_tile" in d:
+        B_r, other = d["rows_by_other_tile"]
+        return np.asarray(x.i // B_r * other + x.i % B_r)
     value, G = d.get("packed_rows_confused", ""), x.H // x.Hkv
     way, places = value if isinstance(value, tuple) else (value, (of,))
     if not way or of not in places:

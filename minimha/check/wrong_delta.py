@@ -5,7 +5,9 @@ Each token is computed in turn, as the rule is defined. Chunks of tokens only ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,8 @@ SPLITTING = (
     "delta_chunk_stored_decays_whole", "delta_chunk_state_kept", "delta_chunk_not_solved",
     "delta_chunk_sums_not_restarted", "delta_chunk_beta_of_column", "delta_chunk_correction_sign",
 )  # fmt: skip
+OTHER_BASE = "delta_chunk_state_decays_in_other_base"
+EXPONENTS = {"2^(1 / ln 2)": 1 / math.log(2), "2": math.log(2)}
 IN_BLOCKS = "delta_chunk_solved_in_blocks", "delta_chunk_block_decay_lost"
 SERIES, SPLIT = "delta_chunk_series_short", "delta_decay_split_clamped"
 LARGEST_SUM = 87.0  # of -g in a chunk of 64 tokens: exp of more is infinite in float32
@@ -58,7 +62,7 @@ def deviate_delta(p: PreparedDelta, d: Mapping[str, Any]) -> Deviated:
     with np.errstate(all="ignore"):
         steps = _inputs(p, d)
         S = np.zeros((p.v.shape[1], p.k.shape[-1], p.v.shape[-1]))
-        for s, (b, first, count) in enumerate(p.problem.rows):
+        for s, (b, first, count) in enumerate(_rows(p, d)):
             if s == 0 or not ("delta_sequences_run_on" in d and "cu_seqlens" in arguments):
                 S = _initial(p, d, s)
             if s and "delta_initial_state_first_only" in d:
@@ -74,6 +78,16 @@ def deviate_delta(p: PreparedDelta, d: Mapping[str, Any]) -> Deviated:
     return Deviated(
         O, bound, nothing, nothing, _others(p, d, O), is_free, np.ones(nothing.shape, bool)
     )
+
+
+def _rows(p: PreparedDelta, d: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """Return the batch entry, the first token and the number of tokens of each sequence."""
+    rows: list[tuple[int, int, int]] = [tuple(row) for row in p.problem.rows.tolist()]
+    if "delta_sequences_border_moved" not in d or "cu_seqlens" not in p.graded.arguments:
+        return rows
+    L, by = p.v.shape[2], d["delta_sequences_border_moved"]
+    firsts = [first + by if 0 < first < L else first for _, first, _ in rows]
+    return [(0, start, stop - start) for start, stop in pairwise([*firsts, L])]
 
 
 def _others(p: PreparedDelta, d: Mapping[str, Any], O: Array) -> tuple[Array, ...]:
@@ -130,7 +144,8 @@ def _scale(p: PreparedDelta, d: Mapping[str, Any]) -> float:
 
 
 def _normalised(x: Array, name: str, d: Mapping[str, Any]) -> Array:
-    squares = np.square(x).sum(-1, keepdims=True)
+    over_heads = name in d.get("delta_norm_over_heads", "")
+    squares = np.square(x).sum((1, 3) if over_heads else 3, keepdims=True)
     if name in d.get("delta_norm_missing", ""):
         return x
     if name in d.get("delta_norm_squared", ""):
@@ -222,9 +237,10 @@ class _Tokens:
         for name in IN_BLOCKS:
             self.block, self.size = d.get(name, (self.block, self.size))
         self.powers, self.size = d.get(SERIES, (0, self.size))
+        self.base, self.size = d.get(OTHER_BASE, ("", self.size))
         self.is_clamped = SPLIT in d and p.g.shape[-1] > 1
         self.size = 64 if self.is_clamped else self.size
-        is_treated = any(name in d for name in (*SPLITTING, *IN_BLOCKS, SERIES))
+        is_treated = any(name in d for name in (*SPLITTING, *IN_BLOCKS, SERIES, OTHER_BASE))
         self.is_split = is_treated or self.is_clamped
         self.before_chunk = S
         self.own = np.zeros_like(S)  # what the chunk has stored, and what of it is left
@@ -360,6 +376,8 @@ class _Tokens:
         self.of_others = decay * self.of_others
         self.faded_by, self.since_start = decay * self.faded_by, decay * self.since_start
         there = self.before_chunk if "delta_chunk_state_not_decayed" in d else self.faded
+        if self.base:
+            there = self.faded_by ** EXPONENTS[self.base] * self.before_chunk
         read = self.own + there
         if "delta_chunk_prediction_not_decayed" in d:
             read = self.own + self.before_chunk

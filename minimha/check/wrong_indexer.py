@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from minimha.check.prepared import FLOAT32, UNITS
 from minimha.check.problems import Graded
-from minimha.check.rounding import rounded
+from minimha.check.rounding import OF_FLOAT8, rounded
 from minimha.check.wrong_attention import Deviated
 from minimha.equations.dense import softmax
 from minimha.layers import RoPE
@@ -21,7 +21,6 @@ Array = NDArray[Any]
 EPSILON = 1e-6
 IN_SUMS = 64  # roundings to float32 of a product
 IN_INPUTS = 4  # roundings of its factors to the inputs' dtype
-FLOAT8 = 4, 8  # bits and exponent of float8_e4m3fn for numbers below 256
 
 
 class PreparedIndexer:
@@ -70,7 +69,7 @@ def _products(p: PreparedIndexer, d: Mapping[str, Any]) -> tuple[Array, Array]:
         q = q.reshape(p.B, p.L, p.width, p.heads).swapaxes(2, 3)
     q = q.reshape(p.B, p.L, p.heads, p.width).swapaxes(1, 2)
     k = (p.x @ p.W_ik)[:, None]
-    q = _rotated(p, d, q)
+    q = _rotated(p, d, q, d.get("index_rope_by_row"))
     on_keys = "index_rope_on_queries_only" not in d
     if "index_norm_last" in d:
         k = _normalised(p, d, _rotated(p, d, k) if on_keys else k)
@@ -78,7 +77,7 @@ def _products(p: PreparedIndexer, d: Mapping[str, Any]) -> tuple[Array, Array]:
         k = _normalised(p, d, k)
         k = _rotated(p, d, k) if on_keys else k
     if "index_in_float8" in d:
-        q, k = (rounded(x, *FLOAT8) for x in (q, k))
+        q, k = (rounded(x, *OF_FLOAT8) for x in (q, k))
     K = k.swapaxes(-1, -2)
     return q @ K * p.width**-0.5, abs(q) @ abs(K) * p.width**-0.5
 
@@ -86,14 +85,18 @@ def _products(p: PreparedIndexer, d: Mapping[str, Any]) -> tuple[Array, Array]:
 def _normalised(p: PreparedIndexer, d: Mapping[str, Any], k: Array) -> Array:
     if "index_norm_missing" in d:
         return k
-    mean = 0 if "index_norm_without_mean" in d else k.mean(-1, keepdims=True)
-    spread = np.sqrt(np.square(k - mean).mean(-1, keepdims=True) + EPSILON)
+    R, of = int(p.given["rope_dim"]), d.get("index_norm_of_part")
+    is_in = (np.arange(p.width) < R) == (of == "rotated") if of else np.ones(p.width, bool)
+    some = k[..., is_in]
+    mean = 0 if "index_norm_without_mean" in d else some.mean(-1, keepdims=True)
+    spread = np.sqrt(np.square(some - mean).mean(-1, keepdims=True) + EPSILON)
     bias = 0 if "index_norm_bias_ignored" in d else p.b_ik
     gain = 1 if "index_norm_gain_ignored" in d else p.g_ik
-    return np.asarray((k - mean) / spread * gain + bias)
+    return np.where(is_in, (k - mean) / spread * gain + bias, k)
 
 
-def _rotated(p: PreparedIndexer, d: Mapping[str, Any], x: Array) -> Array:
+def _rotated(p: PreparedIndexer, d: Mapping[str, Any], x: Array, row: str | None = None) -> Array:
+    """Rotate x, (B, 1 or Hi, L, Di). A ``row`` counts heads within tokens, perhaps modulo L."""
     if "index_rope_ignored" in d:
         return x
     is_interleaved = bool(p.given["rope_interleaved"])
@@ -101,10 +104,18 @@ def _rotated(p: PreparedIndexer, d: Mapping[str, Any], x: Array) -> Array:
         is_interleaved = "index_rope_interleaved" in d
     R = p.width if "index_rope_on_all" in d else int(p.given["rope_dim"])
     base = 10000.0 if "index_rope_base_ignored" in d else p.given["rope_base"]
+    if "index_rope_by_width" in d:
+        base = base ** (R / p.width)
     rope = RoPE(p.width, base, interleaved=is_interleaved, rotary_dim=R)
     shift = R if "index_rope_on_last" in d else 0
     positions = np.arange(p.L) * (-1 if "index_rope_backwards" in d else 1)
-    turned = rope.rotate(np.roll(x, shift, -1), positions)
+    x = np.roll(x, shift, -1)
+    if row is None:
+        turned = rope.rotate(x, positions)
+    else:
+        rows = positions[:, None] * p.heads + np.arange(p.heads)
+        rows = rows % p.L if row == "row mod L" else rows
+        turned = np.stack([rope.rotate(x[:, h], rows[:, h]) for h in range(p.heads)], axis=1)
     return np.asarray(np.roll(turned, -shift, -1))
 
 
@@ -150,6 +161,9 @@ def _picked(
     I = -I if "index_smallest" in d else I
     if "index_negative_reversed" in d:
         I = np.where(I < 0, I.min() - I, I)
+    if "index_causal_in_blocks" in d and p.given.get("is_causal"):
+        block = np.arange(p.L) // d["index_causal_in_blocks"]
+        seen = np.broadcast_to(block <= block[:, None], seen.shape)
     among = seen
     if "index_own_key_hidden" in d and p.given.get("is_causal"):
         among = seen = seen & ~np.eye(p.L, dtype=bool)
