@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.expanded import INDICES, RANGES, READ, Place, expanded
+from minimha.check.expanded import INDICES, PACKING, RANGES, READ, Place, expanded, laid_out
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.rounding import rounded
 from minimha.check.visible import packed_rows
@@ -21,6 +21,7 @@ from minimha.equations.eight_bits import SCALES, scales_of
 Array = NDArray[Any]
 Alter = Callable[[Prepared, Mapping[str, Any], Any], Mapping[str, Any]]
 
+BY_ENTRY = ("q_offset", "kv_lengths")
 IGNORED = {
     "sinks_ignored": "sinks", "alibi_ignored": "alibi_slopes", "bias_ignored": "attn_bias",
     "mask_ignored": "attn_mask", "window_ignored": "window_size", "lengths_ignored": "kv_lengths",
@@ -37,7 +38,7 @@ def altered(x: Prepared, d: Mapping[str, Any]) -> Prepared:
     """Return the problem that a function with deviations ``d`` computes in place of ``x``."""
     given, place, done = dict(x.given), x.place, set()
     if x.arguments is not x.given:
-        done = {*IGNORED, *ARRANGED, "causal_ignored"} & set(d)
+        done = {*IGNORED, *ARRANGED, *PICKED, "causal_ignored"} & set(d)
         if done:
             arranged, place = _arranged_otherwise(x, d)
             given = dict(arranged)
@@ -66,7 +67,13 @@ def _arranged_otherwise(
     for name, alter in ARRANGED.items():
         if name in d:
             given |= alter(x, given, d[name])
-    return expanded(given)
+    if given.get(INDICES) is None or not {*PICKED} & set(d):
+        return expanded(given)
+    given, place = laid_out(given)
+    for name, alter in PICKED.items():
+        if name in d:
+            given |= alter(x, given, d[name])
+    return expanded(given)[0], place
 
 
 def heads_by(x: Prepared, way: str) -> Array:
@@ -468,8 +475,8 @@ def _moved_borders(x: Prepared, given: Mapping[str, Any], more: Any) -> Mapping[
 
     Or let the keys of a sequence begin where its queries do.
     """
-    if more == "as queries":
-        return _as_queries(x, given, more)
+    if isinstance(more, str):
+        return LIKE_QUERIES[more](x, given, more)
     changed: dict[str, Any] = {}
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if given.get(name) is not None:
@@ -496,7 +503,10 @@ def _ranges(change: Callable[[Array, Array, Any], tuple[Array, Array]]) -> Alter
     return alter
 
 
-_as_queries = _ranges(lambda queries, keys, _: (queries[:-1], queries[:-1] + np.diff(keys)))
+LIKE_QUERIES = {
+    "as queries": _ranges(lambda q, k, _: (q[:-1], q[:-1] + np.diff(k))),
+    "as long as queries": _ranges(lambda q, k, _: (k[:-1], k[:-1] + np.diff(q))),
+}
 
 
 def _in_whole_blocks(queries: Array, keys: Array, block: int) -> tuple[Array, Array]:
@@ -568,26 +578,35 @@ def _picked_for_all(a: Array, of: str) -> Array:
 
 def _counted(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
     """Add the logarithm of how often each key is named to its scores."""
-    if given.get(INDICES) is None:
-        return {}
     picks = np.asarray(given[INDICES])
-    times = (picks[..., None] == x.j).sum(-2)
+    times = (picks[..., None] == np.arange(np.shape(given["k"])[2])).sum(-2)
     times = times[:, x.heads] if times.shape[1] == x.Hkv else times
     return {"attn_bias": np.log(np.maximum(times, 1)) + given.get("attn_bias", 0)}
 
 
+def _minus_1(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, Any]:
+    """Let -1 pick the first key or the last one, of a sequence if several are packed or paged."""
+    picks, last = np.asarray(given[INDICES]), np.shape(given["k"])[2] - 1
+    if any(x.arguments.get(name) is not None for name in PACKING):
+        last = np.reshape(given["kv_lengths"], (-1, 1, 1, 1)) - 1
+    return {INDICES: np.where(picks < 0, 0 if which == "first" else last, picks)}
+
+
 def _by_place(x: Prepared, given: Mapping[str, Any], value: tuple[str, str]) -> Mapping[str, Any]:
-    """Hide indices by their place in the list, as causality and the window hide keys."""
+    """Hide indices by their place in the list, as causality, window and lengths hide keys."""
     order, of = value
-    if given.get(INDICES) is None:
-        return {}
     picks, found = np.asarray(given[INDICES]), dict[str, Any]()
+    Lq = np.shape(given["q"])[2]
+    offset, lengths = (np.reshape(given.get(name, 0), (-1, 1, 1, 1)) for name in BY_ENTRY)
     picks = picks if order == "given" else np.sort(picks, -1)
     picks = picks[..., ::-1] if order == "from the last" else picks
-    ahead = np.arange(picks.shape[-1]) - x.i - x.offset  # of the query's position
-    if given.get("is_causal") and of != "window":
+    place = np.arange(picks.shape[-1])
+    ahead = place - np.arange(Lq)[:, None] - offset  # of the query's position
+    if given.get("kv_lengths") is not None and of == "lengths":
+        picks, found = np.where(place < lengths, picks, -1), {"kv_lengths": None}
+    if given.get("is_causal") and of.startswith("causal"):
         picks, found = np.where(ahead <= 0, picks, -1), {"is_causal": False}
-    if given.get("window_size") is not None and of != "causal":
+    if given.get("window_size") is not None and of.endswith("window"):
         left, right = given["window_size"]
         seen = (left is None) | (ahead >= -(left or 0))
         seen = seen & ((right is None) | (ahead <= (right or 0)))
@@ -696,6 +715,15 @@ def _misread(x: Prepared, given: Mapping[str, Any], other: str) -> Mapping[str, 
     return {X: some.view(extension(X, other)).astype(np.float32) for X, some in found.items()}
 
 
+PICKED: dict[str, Alter] = {  # of arguments that are laid out as a batch, with key_indices
+    "key_indices_0_for_all": _option(INDICES, lambda x, a, of: _picked_for_all(a, of)),
+    "key_indices_pick_by_minus_1": _minus_1,
+    "key_indices_by_head": _option(
+        INDICES, lambda x, a, way: a[:, heads_by(x, way)] if a.shape[1] > 1 else a
+    ),
+    "hidden_by_place_of_index": _by_place,
+    "key_indices_count_twice": _counted,
+}
 ARRANGED: dict[str, Alter] = {
     "scales_ignored": _rescaled(lambda given, name: np.float32(1)),
     "scales_twice": _rescaled(lambda given, name: np.square(given[name])),
@@ -709,15 +737,6 @@ ARRANGED: dict[str, Alter] = {
     "pages_by_place": _pages_by_place,
     "eight_bits_unsigned": _unsigned,
     "eight_bits_misread": _misread,
-    "key_indices_0_for_all": _option(INDICES, lambda x, a, of: _picked_for_all(a, of)),
-    "key_indices_pick_by_minus_1": _option(
-        INDICES, lambda x, a, which: np.where(a < 0, 0 if which == "first" else x.Lk - 1, a)
-    ),
-    "key_indices_by_head": _option(
-        INDICES, lambda x, a, way: a[:, heads_by(x, way)] if a.shape[1] > 1 else a
-    ),
-    "causal_by_place_of_index": _by_place,
-    "key_indices_count_twice": _counted,
     "sequences_unseparated": _one_sequence,
     "sequences_begin_wrongly": _moved_borders,
     "sequences_end_in_whole_blocks": _ranges(_in_whole_blocks),

@@ -30,6 +30,10 @@ KINDS = {  # what a problem shows, by the option that it is about
     "key_indices": "whether each query sees the keys that it picks, and these once",
     "k_scale": "whether 8-bit keys and values are multiplied by their scales",
 }
+PAIRS = (  # of options that a function may take only together
+    ("key_indices", "cu_seqlens_q"), ("key_indices", "block_table"),
+    ("block_table", "cu_seqlens_q"),
+)  # fmt: skip
 CROSSED = (
     ("is_causal",), ("window_size",), ("kv_lengths",), ("groups",), ("alibi_slopes",),
     ("softcap",), ("sinks", "return_lse"), ("scale",), ("is_causal", "kv_lengths"),
@@ -56,13 +60,20 @@ def arranged(seed: int = 0, D: int = 8) -> tuple[Graded, ...]:
 
 
 @lru_cache(maxsize=2048)
-def rearranged(problem: Graded, kind: str, seed: int) -> Graded | None:
-    """Return a problem of ``crossed`` with an option of ``KINDS``, or None if they exclude it.
+def rearranged(problem: Graded, kinds: tuple[str, ...], seed: int) -> Graded | None:
+    """Return a problem of ``crossed`` with one option of ``KINDS``, or two of ``PAIRS``.
 
     The numbers stay as they are: keys move into pages, and batch entries become packed sequences,
     with a sequence without queries between them. Functions, indices of keys and 8-bit numbers are
-    added.
+    added. Returns None if the problem excludes such an option.
     """
+    found: Graded | None = problem
+    for kind in kinds:
+        found = found and _rearranged(found, kind, seed)
+    return found
+
+
+def _rearranged(problem: Graded, kind: str, seed: int) -> Graded | None:
     given, draw = dict(problem.arguments), Draw(f"{problem.name} {kind} {seed}")
     (B, _, Lq, _), (_, Hkv, Lk, _) = given["q"].shape, given["k"].shape
     offset = np.broadcast_to(given.get("q_offset", max(Lk - Lq, 0)), (B,))
@@ -109,14 +120,17 @@ def _in_sequence(given: dict[str, Any]) -> dict[str, Any]:
     if B > 1:
         order, queries = [0, 0, *order[1:]], [Lq, 0, *queries[1:]]
     found = {name: x for name, x in given.items() if name not in ("kv_lengths", "q_offset")}
-    found["q"] = np.concatenate(list(given["q"]), 1)[None]
-    for X in "kv":
-        found[X] = np.concatenate([given[X][b] for b in order], 1)[None]
+    for name in {"q", "key_indices"} & {*given}:
+        found[name] = np.concatenate(list(given[name]), 1)[None]
     for name in ("kv_lengths", "q_offset"):
         if name in given:
             found[name] = np.broadcast_to(given[name], (B,))[order]
-    keys = [Lk] * len(order)
-    return found | {"cu_seqlens_q": _starts(queries), "cu_seqlens_k": _starts(keys)}
+    found["cu_seqlens_q"] = _starts(queries)
+    if "block_table" in given:
+        return found | {"block_table": given["block_table"][order]}
+    for X in "kv":
+        found[X] = np.concatenate([given[X][b] for b in order], 1)[None]
+    return found | {"cu_seqlens_k": _starts([Lk] * len(order))}
 
 
 def _picks(draw: Draw, given: dict[str, Any]) -> Any:

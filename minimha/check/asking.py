@@ -17,7 +17,7 @@ from secrets import randbits
 import numpy as np
 
 from minimha.check.answer import NOT_ASKED, Answer
-from minimha.check.arranged import arranged, kinds_of, rearranged
+from minimha.check.arranged import PAIRS, arranged, kinds_of, rearranged
 from minimha.check.compared import compare
 from minimha.check.conditions import OPTIONS, sizes
 from minimha.check.crossed import (
@@ -206,34 +206,44 @@ class Asking:
 
         As in ``_meet``, rows have the switches that are taken alone.
         """
-        for kind in self._arrange(PLAIN, ()):
-            singles = [on for on in alone() if self._ask_rearranged([on], kind, PLAIN)]
+        for kinds in self._arrange(PLAIN, ()):
+            singles = [on for on in alone() if self._ask_rearranged([on], kinds, PLAIN)]
             taken = frozenset().union(*singles)
             rest = [*rows(taken, PLAIN, self.seed), *long(taken)]
-            self._ask_rearranged(rest, kind, PLAIN)
+            self._ask_rearranged(rest, kinds, PLAIN)
 
-    def _ask_rearranged(self, sets: Sequence[Switches], kind: str, some: Sizes) -> bool:
-        """Ask problems with an option of ``kind`` added; return whether all are taken."""
+    def _ask_rearranged(
+        self, sets: Sequence[Switches], kinds: tuple[str, ...], some: Sizes
+    ) -> bool:
+        """Ask problems with options of ``kinds`` added; return whether all are taken."""
         plain = [crossed(on, some, self.seed) for on in sets]
-        found = [p for p in (rearranged(x, kind, self.seed) for x in plain) if p is not None]
+        found = [p for p in (rearranged(x, kinds, self.seed) for x in plain) if p is not None]
         return all(answer.refusal is None for answer in self.all(found)) and bool(found)
 
-    def _arrange(self, some: Sizes, answered: Sequence[Switches]) -> list[str]:
+    def _arrange(self, some: Sizes, answered: Sequence[Switches]) -> list[tuple[str, ...]]:
         """Ask the problems of each kind whose plainest one is taken, and return these kinds.
 
-        Problems that were ``answered`` without an option of these kinds are asked with it, too.
+        Problems that were ``answered`` without an option of these kinds are asked with it, too, and
+        every third with both options of a pair. If nothing else is taken, pairs are tried, too.
         """
         taken: dict[str, bool] = {}
         for problem in arranged(self.seed, some.D):
-            kinds = kinds_of(problem)
-            if all(taken.get(kind, True) for kind in kinds):
+            own = kinds_of(problem)
+            if all(taken.get(kind, True) for kind in own):
                 is_taken = self.is_taken(problem)
-                for kind in kinds:
+                for kind in own:
                     taken.setdefault(kind, is_taken)
-        kinds = [kind for kind, is_taken in taken.items() if is_taken]
-        for kind in kinds:
-            self._ask_rearranged(answered, kind, some)
-        return kinds
+        kinds: list[tuple[str, ...]] = [(kind,) for kind, is_taken in taken.items() if is_taken]
+        pairs = [
+            pair for pair in PAIRS
+            if all((kind,) in kinds for kind in pair) or not (kinds or answered)
+            if self._ask_rearranged([frozenset()], pair, some)
+        ]  # fmt: skip
+        for one in kinds:
+            self._ask_rearranged(answered, one, some)
+        for pair in pairs:
+            self._ask_rearranged(answered[::3], pair, some)
+        return kinds or [*pairs]
 
     def _fits(self) -> list[tuple[Sizes, Switches]]:
         """Return the sizes to try, and the switches that each problem needs then."""

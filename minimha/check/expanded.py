@@ -93,8 +93,7 @@ NAMED: dict[str, Callable[..., Any]] = {
 def expanded(arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], Place | None]:
     """Return the plain form of a problem's arguments, and the place of its packed queries in it.
 
-    Arguments with none of ``ARRANGING`` are returned unchanged. Packed sequences and pages must
-    have no ``key_indices``.
+    Arguments with none of ``ARRANGING`` are returned unchanged.
 
     >>> x = np.zeros((1, 2, 5, 4))
     >>> starts = np.array([0, 2, 5])
@@ -104,6 +103,17 @@ def expanded(arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], Place | N
     """
     if all(arguments.get(name) is None for name in ARRANGING):
         return arguments, None
+    plain, place = laid_out(arguments)
+    _evaluate_mask(plain)
+    _pick_keys(plain)
+    return plain, place
+
+
+def laid_out(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], Place | None]:
+    """Return a problem's arguments as a batch, with any function and indices that they have.
+
+    Returns, too, the place of packed queries in it.
+    """
     left_out = (*PACKING, READ, RANGES)
     plain = {n: x for n, x in arguments.items() if n not in left_out and x is not None}
     arguments = {**arguments, **_widen(plain)}
@@ -115,8 +125,6 @@ def expanded(arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], Place | N
     elif place is not None:
         _spread_keys(plain, arguments)
     plain.setdefault("q_offset", 0)
-    _evaluate_mask(plain)
-    _pick_keys(plain)
     return plain, place
 
 
@@ -136,8 +144,10 @@ def _spread_queries(plain: dict[str, Any], starts: Array) -> Place:
     """Give each sequence a batch entry of its own, padded by repeated rows."""
     lengths = np.diff(starts)
     rows = starts[:-1, None] + np.arange(lengths.max())
-    q = np.asarray(plain["q"])[0]
-    plain["q"] = q[:, np.minimum(rows, q.shape[1] - 1)].swapaxes(0, 1)
+    for name in ("q", INDICES):
+        if name in plain:
+            x = np.asarray(plain[name])[0]
+            plain[name] = x[:, np.minimum(rows, x.shape[1] - 1)].swapaxes(0, 1)
     sequences = np.repeat(np.arange(len(lengths)), lengths)
     return sequences, np.arange(starts[-1]) - starts[sequences]
 
@@ -163,6 +173,9 @@ def _gather_pages(plain: dict[str, Any], arguments: Mapping[str, Any]) -> None:
     flat = pages * (P if way == "stride" else size) + np.minimum(j % P, size - 1)
     if way == "mask":  # as if the page size were a power of 2
         flat = table[:, j // size] * size + (j & (size - 1))
+    if way == "shift":  # as if it were the next smaller power of 2
+        bits = size.bit_length() - 1
+        flat = table[:, np.minimum(j >> bits, table.shape[1] - 1)] * size + (j & ((1 << bits) - 1))
     if way == "tile":  # all keys of a tile follow its first one
         first = j // P * P
         flat = table[:, first // size] * size + first % size + j - first

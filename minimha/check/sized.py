@@ -82,6 +82,9 @@ def _problems(seed: int) -> Iterator[Graded]:
     yield _problem(rng, (1, 2, 2, 33, 65, 18, 18))  # no whole vectors
     lengths = np.array([1025, 70, 600])  # of entries that decode together
     yield _problem(rng, (3, 4, 2, 1, 1025, 64, 64), "normal", kv_lengths=lengths)
+    sinks = np.log(lengths.mean()) + rng.standard_normal(4).astype(np.float32)
+    given = {"kv_lengths": lengths, "sinks": sinks.astype(np.float32), "return_lse": True}
+    yield _problem(rng, (3, 4, 2, 1, 1025, 64, 64), "normal", **given)
     for name in ("all equal", "one hot"):
         yield _problem(rng, (1, 2, 2, 65, 65, 64, 64), name)
 

@@ -61,8 +61,10 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
     if not is_given and "causal_always" not in d:
         return ALL
     window, how = x.given.get("window_size"), d.get("causal_ignored_by_window")
-    if how and window is not None and (window[1] is None) == (how == "without a right side"):
-        return ALL
+    if how and window is not None:
+        is_without = window[1] is None
+        if how == "always" or is_without == (how == "without a right side"):
+            return ALL
     first = offset(x, d, "causal")
     if not is_given and d["causal_always"] == "to the last key":
         first = np.full_like(x.offset, x.Lk - x.Lq)
@@ -92,14 +94,16 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
         B_r, B_c = d["causal_loop_one_short"]
         seen = seen & (x.j < -(-(_last_row(x, B_r) + first) // B_c) * B_c)
     if "causal_loop_of_entry_0" in d:
-        size = d["causal_loop_of_entry_0"]
-        seen = seen & (x.j < -(-(_last_row(x, size) + 1 + first[:1]) // size) * size)
+        size, way = d["causal_loop_of_entry_0"]
+        end = _last_row(x, size) + 1 + first[:1]
+        seen = seen & (x.j < (-(-end // size) * size if way == "in blocks" else end))
     if "causal_loop_packed_short" in d:
         size, G = d["causal_loop_packed_short"], x.H // x.Hkv
         seen = seen & (x.j < (packed_rows(x) // size + 1) * size // G + first)
     if "causal_loop_rounded_down" in d:
-        B_r, B_c = d["causal_loop_rounded_down"]
-        seen = seen & (x.j < ((x.i // B_r + 1) * B_r + first) // B_c * B_c)
+        B_r, B_c, *is_clipped = d["causal_loop_rounded_down"]
+        end = _last_row(x, B_r) + 1 if is_clipped else (x.i // B_r + 1) * B_r
+        seen = seen & (x.j < (end + first) // B_c * B_c)
     if "causal_loop_ends_early" in d:
         B_r, B_c = d["causal_loop_ends_early"]
         seen = seen & (x.j // B_c <= (x.i // B_r * B_r + first) // B_c)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from minimha.check import visible
 from minimha.check.altered import altered, heads_by, scales_by_head
 from minimha.check.catalogue import STEPS
-from minimha.check.expanded import indices
+from minimha.check.expanded import INDICES, indices, laid_out
 from minimha.check.prepared import Impossible, Prepared, spread
 from minimha.check.rounding import FORMATS, accumulated, rounded
 
@@ -116,7 +116,7 @@ class Scores:
         mask = self.x.problem.attn_mask
         self.by_mask = visible.ALL if mask is None else mask
         if self.d.get("key_indices_pick_by_minus_1", "") == "last, whatever hides it":
-            shown = visible.last_for_none(self.x, self.right.arguments["key_indices"])
+            shown = visible.last_for_none(self.x, laid_out(self.right.arguments)[0][INDICES])
             self.by_positions, self.by_lengths = self.by_positions | shown, self.by_lengths | shown
             self.by_mask = self.by_mask | shown
         if "mask_ignored_before_diagonal" in self.d:

@@ -37,7 +37,9 @@ def test_what_is_expected_is_what_the_equations_give(seed):
 @pytest.mark.parametrize("kind", KINDS)
 def test_crossed_problems_are_arranged_too(kind):
     every = frozenset(SWITCHES)
-    found = [rearranged(crossed(on), kind, 0) for on in (*alone(), *rows(every), *long(every)[::3])]
+    found = [
+        rearranged(crossed(on), (kind,), 0) for on in (*alone(), *rows(every), *long(every)[::3])
+    ]
     problems = [problem for problem in found if problem is not None]
     assert len(problems) > len(found) / 3
     for problem in problems:
@@ -224,6 +226,39 @@ def causal_by_place(q, k, v, key_indices=None, is_causal=False, q_offset=0, **op
         key_indices, is_causal = np.where(seen, key_indices, -1), False
     options |= {"q_offset": q_offset, "is_causal": is_causal}
     return dense(q, k, v, key_indices=key_indices, **options)
+
+
+def lengths_by_place(q, k, v, key_indices=None, kv_lengths=None, **options):
+    if key_indices is not None and kv_lengths is not None:
+        places, lengths = np.arange(key_indices.shape[-1]), np.reshape(kv_lengths, (-1, 1, 1, 1))
+        key_indices, kv_lengths = np.where(places < lengths, key_indices, -1), None
+    return dense(q, k, v, key_indices=key_indices, kv_lengths=kv_lengths, **options)
+
+
+def values_of_the_nth_page(q, k, v, block_table=None, k_scale=None, v_scale=None, **options):
+    if block_table is not None:
+        n = np.arange(block_table.shape[1])
+        pages = np.concatenate([v[n]] * len(block_table))
+        k, block_table = k[block_table.ravel()], np.arange(block_table.size).reshape(-1, len(n))
+        v = pages
+    return dense(q, k, v, block_table=block_table, **options)
+
+
+def weights_become_integers(q, k, v, k_scale=None, v_scale=None, is_causal=False, q_offset=0):
+    if k_scale is None:
+        return dense(q, k, v, is_causal=is_causal, q_offset=q_offset)
+    scales = (
+        np.broadcast_to(s[:, None] if np.ndim(s) == 1 else s, k.shape[:3])[..., None]
+        for s in (k_scale, v_scale)
+    )
+    groups = q.shape[1] // k.shape[1]
+    K, V = (np.repeat(x * s, groups, 1) for x, s in zip((k, v), scales, strict=True))
+    S = q @ K.swapaxes(-1, -2) / np.sqrt(np.float32(q.shape[-1]))
+    if is_causal:
+        i = np.arange(q.shape[2])[:, None] + np.reshape(q_offset, (-1, 1, 1, 1))
+        S = np.where(np.arange(k.shape[2]) <= i, S, -np.inf)
+    P = np.exp(S - S.max(-1, keepdims=True))
+    return P.astype(v.dtype).astype(np.float32) @ V / P.sum(-1, keepdims=True)
 
 
 def indices_of_head_mod_Hkv(q, k, v, key_indices=None, **options):
@@ -441,7 +476,10 @@ def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, *
             ),
             (sequence_by_sequence(of_the_first_16), "sequences_repeat", ""),
             (causal_ignored_beside_key_indices, "causal_ignored", "key_indices is given"),
-            (causal_by_place, "causal_by_place_of_index", ""),
+            (causal_by_place, "hidden_by_place_of_index", ""),
+            (lengths_by_place, "hidden_by_place_of_index", ""),
+            (values_of_the_nth_page, "pages_by_place", ""),
+            (weights_become_integers, "weights_in_dtype_of_values", ""),
             (indices_of_head_mod_Hkv, "key_indices_by_head", ""),
             (alibi_of_packed_rows, "alibi_from_first_row", ""),
             (scaled(lambda k, v, s, t: {"k": widened(k, s), "v": v * 1.0}), "scales_ignored", ""),
@@ -513,3 +551,36 @@ def test_functions_reach_a_kernel_in_another_process(tmp_path):
     )
     report = minimha.check(f"{where}:attention", seed=SEED)
     assert report.deviations == ("mask_mod_ignored",)
+
+
+def only_together(change=lambda picks: picks):
+    """A kernel that takes key_indices only with packed sequences."""
+
+    def attention(q, k, v, *, key_indices, cu_seqlens_q, cu_seqlens_k, scale=None, softcap=None):
+        given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        return dense(
+            q, k, v, key_indices=change(key_indices), scale=scale, softcap=softcap, **given
+        )
+
+    return attention
+
+
+def test_options_that_are_taken_only_together_are_asked_together():
+    report = minimha.check(only_together(), seed=4)
+    assert report.verdict == "right", str(report)
+    assert len([one for one in report.problems if one["is_right"]]) > 20
+    assert {"key_indices", "cu_seqlens_q", "softcap"} <= set(report.covers["options"])
+    report = minimha.check(only_together(lambda picks: np.maximum(picks, 0)), seed=4)
+    assert (report.verdict, report.deviations) == ("wrong", ("key_indices_pick_by_minus_1",))
+
+
+def in_pages_and_packed(q, k, v, *, block_table, cu_seqlens_q, kv_lengths, alibi_slopes=None):
+    """As servers call it: positions count from a sequence's first query."""
+    given = {"cu_seqlens_q": cu_seqlens_q, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes}
+    return dense(q, k, v, block_table=block_table, q_offset=0, **given)
+
+
+def test_where_queries_stand_is_asked_with_what_a_function_requires():
+    report = minimha.check(in_pages_and_packed, seed=4)
+    assert report.verdict == "right", str(report)
+    assert "alibi_slopes" in report.covers["options"]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -107,6 +108,42 @@ def test_a_port_is_named_with_what_it_refuses():
     assert "the state decays after the token is stored" in text
     assert "Decay the state first, then correct and read it." in text
     assert "beta" not in [row["option"] for row in report.conformance()]
+
+
+def in_turn(q, k, v, g, beta, *, cu_seqlens=None, initial_state=None, over_heads=False, late=0):
+    """A port token by token; sequences begin ``late`` tokens too late."""
+    axes = (1, 3) if over_heads else 3
+    q, k = (x / np.sqrt((x * x).sum(axes, keepdims=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat(v.shape[1] // x.shape[1], 1) for x in (q / np.sqrt(q.shape[-1]), k))
+    output, L = np.zeros(v.shape, np.float32), v.shape[2]
+    starts = np.array([0, L]) if cu_seqlens is None else np.array(cu_seqlens)
+    starts[1:-1] += late
+    g = g[..., None] if g.ndim == 3 else g
+    for s, (first, end) in enumerate(pairwise(starts)):
+        S = np.zeros((len(q), v.shape[1], q.shape[-1], v.shape[-1]))
+        if initial_state is not None:
+            S = S + initial_state[s : s + 1 if cu_seqlens is not None else None]
+        for t in range(first, end):
+            S = S * np.exp(g[:, :, t])[..., None]
+            u = v[:, :, t] - np.einsum("bhde,bhd->bhe", S, k[:, :, t])
+            S = S + k[:, :, t, :, None] * (beta[:, :, t, None] * u)[:, :, None]
+            output[:, :, t] = np.einsum("bhde,bhd->bhe", S, q[:, :, t])
+    return output
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({}, ()),
+        ({"over_heads": True}, ("delta_norm_over_heads",)),
+        ({"late": 1}, ("delta_sequences_border_moved",)),
+    ],
+)
+def test_ports_in_turn_are_named(how, named):
+    def port(q, k, v, g, beta, *, cu_seqlens=None, initial_state=None):
+        return in_turn(q, k, v, g, beta, cu_seqlens=cu_seqlens, initial_state=initial_state, **how)
+
+    assert check(port, SPEAKS).deviations == named
 
 
 def test_the_command_names_it_too(tmp_path):

@@ -14,6 +14,7 @@ from minimha.check.problems_indexer import indexer_problems
 from minimha.check.search import NONE, known
 from minimha.check.verdict import judge
 from minimha.layers import LightningIndexer, RoPE
+from minimha.layers.indexer import largest
 
 SPEAKS = "lightning_indexer"
 
@@ -82,6 +83,51 @@ class Plain:
 
 class Early(Plain):
     is_early = True
+
+
+class OfParts(Plain):
+    """A port with another norm, rotation or causality; see its keywords."""
+
+    def __init__(self, *, norm=slice(None), by_width=False, by_row=False, block=1, **given):
+        super().__init__(**given)
+        self.norm, self.by_width, self.by_row, self.block = norm, by_width, by_row, block
+
+    def __call__(self, x, latents, is_causal=False):
+        g, L = self.given, x.shape[1]
+        H, R, Di = g["num_heads"], g["rope_dim"], g["W_ik"].shape[1]
+        base = g["rope_base"] ** (R / Di if self.by_width else 1)
+        rope = RoPE(Di, base, interleaved=g["rope_interleaved"], rotary_dim=R)
+        k = x @ g["W_ik"]
+        some = k[..., self.norm]
+        centred = some - some.mean(-1, keepdims=True)
+        spread = np.sqrt(np.square(centred).mean(-1, keepdims=True) + 1e-6)
+        k[..., self.norm] = centred / spread * g["g_ik"][self.norm] + g["b_ik"][self.norm]
+        k = rope.rotate(k[:, None], np.arange(L))[:, 0]
+        I = 0
+        for h in range(H):
+            at = np.arange(L) * H + h if self.by_row else np.arange(L)
+            q = rope.rotate((latents @ g["W_iq"][:, h * Di : (h + 1) * Di])[:, None], at)[:, 0]
+            w = (x @ g["W_iw"][:, h])[..., None]
+            I = I + w * np.maximum(q @ k.swapaxes(-1, -2), 0)
+        block = np.arange(L) // self.block
+        seen = np.broadcast_to(block <= block[:, None] if is_causal else True, I.shape)
+        return largest(I, seen, g["top_k"])[:, None]
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({}, ()),
+        ({"norm": slice(4, None)}, ("index_norm_of_part",)),
+        ({"norm": slice(0, 4)}, ("index_norm_of_part",)),
+        ({"by_width": True}, ("index_rope_by_width",)),
+        ({"by_row": True}, ("index_rope_by_row",)),
+        ({"block": 64}, ("index_causal_in_blocks",)),
+    ],
+)
+def test_ports_of_parts_are_named(how, named):
+    report = check(lambda **given: OfParts(**how, **given), SPEAKS, is_layer=True)
+    assert report.deviations == named, str(report)
 
 
 def rounded(x):

@@ -548,7 +548,11 @@ def maximum_of_the_last_tile(q, k, v, return_lse=False):
 
 def padded(q, k, v, seen):
     k, v = repeated(q, k, v)
-    S = np.where(seen, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)
+    return padded_scores(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), v, seen)
+
+
+def padded_scores(S, v, seen):
+    S = np.where(seen, S, -np.inf)
     E = np.exp(S - np.maximum(S.max(-1, keepdims=True), -1e30))
     return E / np.maximum(E.sum(-1, keepdims=True), 1e-30) @ np.nan_to_num(v)
 
@@ -602,3 +606,30 @@ def unsigned_positions(q, k, v, window_size=None):
     (left, right), (i, j) = window_size, np.indices((q.shape[2], k.shape[2])).astype(np.uint32)
     seen = (j >= i - np.uint32(left or 0)) | (left is None)
     return padded(q, k, v, seen & ((j <= i + np.uint32(right or 0)) | (right is None)))
+
+
+@has("mask_ignored_in_tail", "bias_ignored_in_tail")
+def masked_in_the_main_loop(q, k, v, attn_mask=None, attn_bias=None):
+    """Blocks of 8 keys; the rest of them gets neither mask nor bias."""
+    Lk, H = k.shape[2], q.shape[1]
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    end = Lk // 8 * 8
+    if attn_bias is not None:
+        S[..., :end] += np.broadcast_to(attn_bias, S.shape)[..., :end]
+    seen = np.ones((len(q), H, q.shape[2], Lk), bool)
+    if attn_mask is not None:
+        seen[..., :end] = np.broadcast_to(attn_mask, seen.shape)[..., :end]
+    return padded_scores(S, v, seen)
+
+
+@has("rows_by_other_tile")
+def tiles_of_rows_as_keys(q, k, v, is_causal=False):
+    """Tile t of 32 rows takes its first position for t times 64, as keys' tiles have them."""
+    Lq = q.shape[2]
+    if Lq != k.shape[2]:
+        raise NotImplementedError
+    k, v = repeated(q, k, v)
+    S, i = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), np.arange(Lq)
+    p = i // 32 * 64 + i % 32 if is_causal else i + Lq
+    return padded_scores(S, v, np.arange(Lq) <= p[:, None])
