@@ -62,6 +62,7 @@ class Expected:
         finite = {n: np.where(np.isfinite(a), abs(a), 0).astype(np.float64) for n, a in x.items()}
         K, V = (finite[n].repeat(group, 1) for n in "kv")
         seen = visible(problem.q, problem.k, given)
+        unhidden = seen.copy()  # by options; functions hide by a score of -inf
         if problem.score_mod is not None:
             seen &= ~np.isneginf(S)
 
@@ -95,7 +96,7 @@ class Expected:
         lowest = np.where(counts & np.isfinite(S), S64 - delta, -np.inf)
         m = np.maximum(lowest.max(-1, keepdims=True, initial=-np.inf), sinks)
         matters = counts & ~(S64 + delta < m - reach)
-        overflows = seen & ((raw > largest) | (scale * raw > largest))
+        overflows = unhidden & ((raw > largest) | (scale * raw > largest))
         overflows |= matters & (scale * raw + added > largest)
         if problem.k_scale is not None:  # a product may be scaled before or after it is summed
             stored = np.where(np.isfinite(stored), abs(stored), 0).astype(np.float64)
@@ -104,7 +105,7 @@ class Expected:
         noise += 8 * u * np.where(np.isfinite(m), abs(m), 0)[..., 0]
 
         self.output, self.lse, self.dtype = O, L, problem.dtype
-        self.is_hidden = ~seen.any(-1)
+        self.is_hidden = ~seen.any(-1) & ~overflows.any(-1)
         self.overflows = overflows.any(-1)
         self.is_noise = ~(noise <= NOISE)
         weights = np.nan_to_num(steps["weights"].astype(np.float64))
@@ -126,7 +127,9 @@ class Expected:
         sure = S64 - delta > m + 2 * noise[..., None] - 0.7 * -np.log(tiny)
         self.has_bad = _any_seen(seen, bad)
         # A score that overflows to -inf hides its key, if a function may have hidden it.
-        told = seen if problem.score_mod is None else seen & ~overflows
+        told = seen
+        if problem.score_mod is not None:
+            told = seen & ~(overflows | (scale * raw + added > largest))
         self.shows_bad = _any_seen(told, bad)
         self.is_unsure = _any_seen(seen & ~np.isneginf(S) & ~sure, bad)
 
