@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.check.catalogue import ONE_PAGE
 from minimha.check.expanded import INDICES, PACKING, RANGES, READ, Place, expanded, laid_out
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.rounding import rounded
@@ -667,10 +668,13 @@ def _scales_transposed(given: Mapping[str, Any], name: str) -> Any:
 
 def _pages_by_place(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, Any]:
     """Give each entry its own pages, and the n-th of them page n of the pool, in ``which``."""
-    table, names = given.get("block_table"), which.split(" and ")
+    table, names = given.get("block_table"), which.removesuffix(ONE_PAGE).split(" and ")
     scales = [name for name in SCALES.values() if np.ndim(given.get(name, 0)) > 2]
-    if table is None or not {*names} & {"k", "v", *scales}:
+    if not {*names} & {"k", "v", *scales}:
         return {}
+    if table is None:
+        is_one = which.endswith(ONE_PAGE)
+        return {n: first_for_all(given[n], 0) for n in scales if is_one and n in names}
     pages = np.maximum(table, 0).ravel()
     places = np.tile(np.arange(table.shape[1]), len(table))
     found: dict[str, Any] = {"block_table": np.arange(pages.size).reshape(table.shape)}
@@ -735,6 +739,7 @@ ARRANGED: dict[str, Alter] = {
     "scales_swapped": _rescaled(lambda given, name: given["kv".replace(name[0], "") + name[1:]]),
     "scales_of_first_for_all": _rescaled(_scale_of_first),
     "pages_by_place": _pages_by_place,
+    "scales_by_place": _pages_by_place,
     "eight_bits_unsigned": _unsigned,
     "eight_bits_misread": _misread,
     "sequences_unseparated": _one_sequence,

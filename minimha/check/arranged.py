@@ -361,11 +361,14 @@ def _scaled(seed: int, D: int) -> Iterator[Graded]:
         ("attn_bias, sinks", ("attn_bias", "sinks"), (2, 4, 9)),
         ("alibi_slopes", ("alibi_slopes",), (2, 4, 9)),
         ("70 keys", (), (2, 4, 70)),
+        ("70 keys, one for all", (), ()),
+        ("70 keys, one for each head", (), (4,)),
         ("groups, one query", ("groups", DECODING), (2, 2, 9)),
     )
     for name, on, shape in rows:
         draw = Draw(f"scaled {name} {seed}")
-        Lk, Hkv = shape[2] if len(shape) > 2 else 9, 2 if "groups" in on else 4
+        Lk = 70 if name.startswith("70 keys") else 9
+        Hkv = 2 if "groups" in on else 4
         Lq = 1 if DECODING in on else 9
         given: dict[str, Any] = draw.qkv(2, 4, Lq, Lk, D, Hkv=Hkv)
         given |= _options(draw, on, 4, np.array([6, 8]))

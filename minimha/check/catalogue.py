@@ -50,6 +50,8 @@ LAST_BLOCKS = tuple((of, n) for of in ("columns", "rows") for n in (64, 128, 32,
 SORTED = ("longest first", "shortest first")  # batch entries
 HEADS = ("kv", "v", "k")  # what is indexed: K and V, or one of them
 SCALED = ("kv", "k", "v")  # what is multiplied by scales: K and V, or one of them
+SCALES_BY_PLACE = ("k_scale and v_scale", "v_scale", "k_scale")
+ONE_PAGE = ", where an entry may be one page"
 OTHER_HEADS = (
     "h // G", "h mod Hkv", "(h mod G) · Hkv + h // G", "h mod 16", "h mod 8", "h // G + h mod G",
 )  # fmt: skip
@@ -534,9 +536,8 @@ _ALL = [
          "Index block_table by batch entry."),
         ("pages_in_order", "block_table is ignored: pages are read in the order of memory.",
          "Read page block_table[b, j // page_size].", ("all", "of a row")),
-        ("pages_by_place", "An entry's n-th page is page n of the pool, for some of the arrays.",
-         "Read page block_table[b, n] of keys, values and scales.",
-         ("v", "k", "k_scale and v_scale", "v_scale", "k_scale")),
+        ("pages_by_place", "An entry's n-th page of keys, or of values, is page n of the pool.",
+         "Read page block_table[b, n] of both.", ("v", "k")),
         ("page_size_wrong", "Pages are read as if they had another size.",
          "Take the page size from k: key j is row j % page_size of its page.",
          (*((way, n) for n in (16, 8, 4, 2, 1) for way in ("first", "index", "stride")),
@@ -599,6 +600,9 @@ _ALL = [
          ("float8_e4m3fnuz", "float8_e5m2", "without subnormal numbers")),
         ("eight_bits_unsigned", "Numbers of int8 are read as numbers from 0 to 255.",
          "Widen int8 with its sign.", SCALED),
+        ("scales_by_place", "The scales of an entry's n-th page are those of page n of the pool.",
+         "Read the scales of page block_table[b, n].",
+         (*SCALES_BY_PLACE, *(f"{some}{ONE_PAGE}" for some in SCALES_BY_PLACE))),
         ("weights_in_dtype_of_values", "Weights are cast to the 8-bit dtype of the values.",
          "Keep weights in float32, or multiply them by what fills the dtype.", (128, 64, 32, 16)),
     ),

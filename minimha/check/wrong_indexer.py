@@ -110,7 +110,13 @@ def _rotated(p: PreparedIndexer, d: Mapping[str, Any], x: Array, row: str | None
     shift = R if "index_rope_on_last" in d else 0
     positions = np.arange(p.L) * (-1 if "index_rope_backwards" in d else 1)
     x = np.roll(x, shift, -1)
-    if row is None:
+    if "index_rope_tables_of_halves" in d and is_interleaved:
+        angles = np.tile(positions[:, None] * base ** (-2 * np.arange(R // 2) / R), 2)
+        pairs = x[..., :R].reshape(*x.shape[:-1], -1, 2)
+        crossed = np.stack([-pairs[..., 1], pairs[..., 0]], -1).reshape(*x.shape[:-1], -1)
+        turned = x[..., :R] * np.cos(angles) + crossed * np.sin(angles)
+        turned = np.concatenate([turned, x[..., R:]], -1)
+    elif row is None:
         turned = rope.rotate(x, positions)
     else:
         rows = positions[:, None] * p.heads + np.arange(p.heads)
@@ -153,6 +159,13 @@ OTHERWISE: dict[str, Callable[[Array], Array]] = {
 }  # fmt: skip
 
 
+def _turn(L: int, how: str | None) -> Array:
+    """Return the keys in the order in which ties are picked."""
+    if how == "any":
+        return np.random.default_rng(0).permutation(L)
+    return np.arange(L)[:: -1 if how == "higher first" else 1]
+
+
 def _picked(
     p: PreparedIndexer, d: Mapping[str, Any], I: Array, seen: Array, error: Array, is_unsure: Array
 ) -> tuple[Array, Array]:
@@ -171,11 +184,15 @@ def _picked(
         I, among = np.where(seen, I, 0), np.ones_like(seen)
     if {"index_picked_before_hidden", "index_causal_ignored"} & {*d}:
         among = np.ones_like(seen)
-    flip = slice(None, None, -1 if d.get("index_ties_otherwise") == "higher first" else 1)
-    order = largest(I[..., flip], among[..., flip], top_k)
+    turn = _turn(p.L, d.get("index_ties_otherwise"))  # in which equal scores are picked
+    order = largest(I[..., turn], among[..., turn], top_k)
+    if "index_threshold_fills_early" in d:
+        ranked = np.sort(np.where(among, I, -np.inf), -1)[..., ::-1]
+        reached = among & (ranked[..., min(top_k, p.L) - 1, None] <= I)
+        order = largest(np.zeros_like(I), reached, top_k)
     picked = np.zeros((*I.shape[:-1], p.L + 1), bool)  # an index of -1 is the last column
     np.put_along_axis(picked, order, True, -1)
-    picked = picked[..., :-1][..., flip]
+    picked = picked[..., :-1][..., np.argsort(turn)]
     last = np.where(picked, I, np.inf).min(-1, keepdims=True)
     near = (abs(I - last) <= 2 * error) & among
     is_tie = (np.where(near, I, last) == last).all(-1, keepdims=True)
@@ -185,6 +202,7 @@ def _picked(
     is_free = near & ~is_exact & ~is_all & (near.sum(-1, keepdims=True) > 1)
     if "index_own_key_added" in d:
         picked = picked | np.eye(p.L, dtype=bool)
-    if not {"index_causal_ignored", "index_hidden_score_0"} & {*d}:
+    keeps_hidden = d.get("index_hidden_score_0") == "picked" or "index_causal_ignored" in d
+    if not keeps_hidden:
         picked = picked & seen
     return picked, is_free
