@@ -118,10 +118,10 @@ def _option(name: str, change: Callable[[Prepared, Any, Any], Any]) -> Alter:
     return alter
 
 
-def _first_in_group(x: Prepared, numbers: Array, number: int) -> Array:
-    """Give each head the number of one of the first ``number`` heads of its group, in turn."""
+def _first_in_group(x: Prepared, number: int) -> Array:
+    """Return one of the first ``number`` heads of its group for each head, in turn, (H,)."""
     g = _in_group(x)
-    return np.asarray(numbers[np.arange(x.H) - g + g % number])
+    return np.asarray(np.arange(x.H) - g + g % number)
 
 
 def _in_group(x: Prepared) -> Array:
@@ -206,6 +206,7 @@ def _axes(name: str) -> dict[str, Alter]:
     changes: dict[str, Callable[[Prepared, Array, Any], Any]] = {
         "by_kv_head": lambda x, a, way: over_heads(x, a, heads_by(x, way)),
         "head_0_for_all": lambda x, a, _: a[:, :1],
+        "of_first_in_group": lambda x, a, n: over_heads(x, a, _first_in_group(x, n)),
         "batch_0_for_all": lambda x, a, of: a[:1] if of == "always" or a.shape[1] == 1 else a,
         "row_0_for_all": lambda x, a, _: a[:, :, :1],
         "row_of_tile": lambda x, a, size: a[:, :, np.arange(x.Lq) % size % a.shape[2]],
@@ -398,7 +399,7 @@ ALTERATIONS: dict[str, Alter] = {
     "mask_inverted": _option("attn_mask", lambda x, a, _: ~a),
     "alibi_slope_0_for_all": _option("alibi_slopes", lambda x, a, _: a[0 * a.astype(int)]),
     "alibi_by_kv_head": _option("alibi_slopes", lambda x, a, way: a[heads_by(x, way)]),
-    "alibi_of_first_in_group": _option("alibi_slopes", _first_in_group),
+    "alibi_of_first_in_group": _option("alibi_slopes", lambda x, a, n: a[_first_in_group(x, n)]),
     "alibi_sign": _option("alibi_slopes", lambda x, a, _: -a),
     "sink_0_for_all": _option("sinks", lambda x, a, _: np.repeat(a[:1], x.H)),
     "sinks_by_kv_head": _option("sinks", lambda x, a, way: a[heads_by(x, way)]),
@@ -406,7 +407,7 @@ ALTERATIONS: dict[str, Alter] = {
     "bias_row_in_first_tile": _option("attn_bias", _in_first_tile),
     "bias_counts_from_window": _option("attn_bias", _from_window),
     "sinks_by_head_in_group": _option("sinks", lambda x, a, _: a[_in_group(x)]),
-    "sinks_of_first_in_group": _option("sinks", _first_in_group),
+    "sinks_of_first_in_group": _option("sinks", lambda x, a, n: a[_first_in_group(x, n)]),
     "sink_exponentiated": _option("sinks", lambda x, a, _: np.exp(np.minimum(a, 80))),
     "lengths_one_too_long": _lengths(lambda x, L, more: L + more),
     "lengths_one_too_short": _lengths(lambda x, L, _: L - 1),
@@ -593,6 +594,30 @@ def _minus_1(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, 
     return {INDICES: np.where(picks < 0, 0 if which == "first" else last, picks)}
 
 
+def _clipped(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    lengths = given.get("kv_lengths")
+    if lengths is None:
+        return {}
+    return {INDICES: np.minimum(given[INDICES], np.reshape(lengths, (-1, 1, 1, 1)) - 1)}
+
+
+def _distance_of_place(x: Prepared, given: Mapping[str, Any], order: str) -> Mapping[str, Any]:
+    """Add what makes ALiBi's distance that to a key's first place in the list."""
+    slopes, picks = given.get("alibi_slopes"), np.asarray(given[INDICES])
+    if slopes is None:
+        return {}
+    picks = picks if order == "given" else np.sort(picks, -1)
+    (B, _, Lq, _), Lk = np.shape(given["q"]), np.shape(given["k"])[2]
+    picks = np.broadcast_to(picks, (B, *picks.shape[1:2], Lq, picks.shape[-1]))
+    places = np.zeros((*picks.shape[:3], Lk + 1))  # an index of -1 is the last column
+    place = np.broadcast_to(np.arange(picks.shape[-1]), picks.shape)
+    np.put_along_axis(places, picks[..., ::-1], place[..., ::-1], -1)
+    p = np.arange(Lq)[:, None] + np.reshape(given.get("q_offset", 0), (-1, 1, 1, 1))
+    nearer = abs(p - np.arange(Lk)) - abs(p - places[..., :-1])
+    nearer = nearer[:, x.heads] if nearer.shape[1] > 1 else nearer
+    return {"attn_bias": np.reshape(slopes, (-1, 1, 1)) * nearer + given.get("attn_bias", 0)}
+
+
 def _by_place(x: Prepared, given: Mapping[str, Any], value: tuple[str, str]) -> Mapping[str, Any]:
     """Hide indices by their place in the list, as causality, window and lengths hide keys."""
     order, of = value
@@ -725,7 +750,9 @@ PICKED: dict[str, Alter] = {  # of arguments that are laid out as a batch, with 
     "key_indices_by_head": _option(
         INDICES, lambda x, a, way: a[:, heads_by(x, way)] if a.shape[1] > 1 else a
     ),
+    "key_indices_clipped": _clipped,
     "hidden_by_place_of_index": _by_place,
+    "alibi_by_place_of_index": _distance_of_place,
     "key_indices_count_twice": _counted,
 }
 ARRANGED: dict[str, Alter] = {

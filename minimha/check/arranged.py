@@ -45,7 +45,7 @@ DECODING, ENDS = "one query", "at the ends"  # of the keys, as where a kernel de
 QUERIES, KEYS = np.array([3, 5, 2]), np.array([7, 6, 9])  # of packed sequences
 EQUAL = np.array([4, 4, 4]), np.array([9, 9, 9])  # sequences that only their offsets tell apart
 IN_PAGES = np.array([41, 64, 35])  # keys of each batch entry; the second fills its last page
-LARGE_PAGES = (24, 48, 80, 128)  # sizes that no block of 64 keys divides, or two whole blocks
+LARGE_PAGES = (24, 48, 80, 128, 160)  # most of which no block of 64 keys divides
 BLOCKS_IN_PAGES = np.array([141, 288, 205])
 
 
@@ -320,6 +320,7 @@ def _picked(seed: int, D: int) -> Iterator[Graded]:
         ("duplicates, one query", (DECODING,), 6, 0),
         ("is_causal, for each key/value head", ("is_causal", "groups"), 6, 2),
         ("kv_lengths, return_lse", ("kv_lengths", "return_lse"), 6, 2),
+        ("alibi_slopes", ("alibi_slopes",), 6, 2),
         ("150 of 301 keys", (), 150, 2),
         ("150 of 301 keys, duplicates", (), 150, 0),
         ("150 of 301 keys, none amid them", (), 150, 0),
@@ -340,7 +341,7 @@ def _picked(seed: int, D: int) -> Iterator[Graded]:
         if "none" in name:  # the last place of each block
             picks[..., 15::16] = -1
         picks[..., 1:][np.arange(1, K) <= draw.rng.integers(0, most + 1, (*rows_of, 1))] = -1
-        given |= {"key_indices": picks} | ({"q_offset": 4} if "is_causal" in on else {})
+        given |= {"key_indices": picks} | ({"q_offset": 4} if POSITIONAL & {*on} else {})
         yield _problem(name, "key_indices", given)
 
 

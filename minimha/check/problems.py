@@ -585,6 +585,8 @@ def _options_together() -> Iterator[Graded]:
     shows = "heads and entries, which are both 3 or more"
     yield _problem("log-sum-exp, groups of three", shows, x, return_lse=True)
     yield _problem("lengths, groups of three", shows, x, kv_lengths=lengths)
+    yield _problem("bias, groups of three", shows, x, attn_bias=draw.numbers(1, 6, 7, 7))
+    yield _problem("mask, groups of three", shows, x, attn_mask=draw.mask(1, 6, 7, 7))
     draw, shows = Draw("lengths by entry"), "which entry a mask or bias is for, beside lengths"
     x, lengths = draw.qkv(3, 2, Lq=4, Lk=8), np.array([3, 8, 5])
     each = draw.numbers(3, 1, 4, 8)

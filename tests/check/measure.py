@@ -33,10 +33,14 @@ def missed_of(problems, forms, dtype):
 
 def singles(dtype):
     """By the kind of problem, problems and deviations with the values to try."""
+
+    def told(forms):
+        return [form for form in forms if form[0] not in ROUNDED_BY[dtype]]
+
     usual = [(d.identifier, d.values[0]) for d in of_attention()]
-    yield "attention", graded(dtype), [f for f in usual if f[0] not in ROUNDED_BY[dtype]]
+    yield "attention", graded(dtype), told(usual)
     for problems, some in ((delta_problems, OF_DELTA), (indexer_problems, OF_INDEXERS)):
-        forms = [(d.identifier, value) for d in some for value in d.values]
+        forms = told([(d.identifier, value) for d in some for value in d.values])
         yield problems(0)[0].kind, problems(drawn_seed()), forms
 
 

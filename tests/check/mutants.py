@@ -14,10 +14,12 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 ANOTHER = {"nan_leaks", *HIDDEN_ROWS, *NAN_LEAKS, *CLEARING, "delta_decay_overflows"}
 ROUNDED_BY = {  # deviations that come to rounding in the dtype itself, which is right
     "float32": set(),
-    "float16": {"inputs_in_tf32", "inputs_in_float16", "weights_in_float16"},
+    "float16": {
+        "inputs_in_tf32", "inputs_in_float16", "weights_in_float16", "delta_state_in_16_bits",
+    },
     "bfloat16": {
         "inputs_in_bfloat16", "inputs_in_tf32", "inputs_in_float16", "weights_in_bfloat16",
-        "softcap_approximated",
+        "softcap_approximated", "delta_state_in_16_bits", "index_in_float8",
     },
 }  # fmt: skip
 

@@ -235,6 +235,35 @@ def lengths_by_place(q, k, v, key_indices=None, kv_lengths=None, **options):
     return dense(q, k, v, key_indices=key_indices, kv_lengths=kv_lengths, **options)
 
 
+def indices_clipped(q, k, v, key_indices=None, kv_lengths=None, **options):
+    if key_indices is not None and kv_lengths is not None:
+        last = np.reshape(kv_lengths, (-1, 1, 1, 1)) - 1
+        key_indices = np.minimum(key_indices, last)
+    return dense(q, k, v, key_indices=key_indices, kv_lengths=kv_lengths, **options)
+
+
+def distance_to_places(q, k, v, key_indices=None, alibi_slopes=None, scale=None, q_offset=0):
+    """Gathers keys, and counts ALiBi's distance in what was gathered."""
+    if key_indices is None or alibi_slopes is None:
+        given = {"key_indices": key_indices, "alibi_slopes": alibi_slopes}
+        return dense(q, k, v, scale=scale, q_offset=q_offset, **given)
+    (B, H, Lq, D), (_, Hkv, Lk, _) = q.shape, k.shape
+    picks = np.broadcast_to(key_indices, (B, Hkv, Lq, key_indices.shape[-1])).repeat(H // Hkv, 1)
+    k, v = (x.repeat(H // Hkv, 1) for x in (k, v))
+    S = q @ k.swapaxes(-1, -2) * (D**-0.5 if scale is None else scale)
+    S = np.take_along_axis(S, np.maximum(picks, 0), -1)
+    p = np.arange(Lq)[:, None] + np.reshape(q_offset, (-1, 1, 1, 1))
+    S = S - alibi_slopes[:, None, None] * abs(p - np.arange(picks.shape[-1]))
+    earlier = np.tril(picks[..., None] == picks[..., None, :], -1).any(-1)
+    S = np.where((picks < 0) | earlier, -np.inf, S)
+    top = S.max(-1, keepdims=True)
+    E = np.exp(S - np.where(np.isneginf(top), 0, top))
+    W = np.zeros((B, H, Lq, Lk))
+    np.add.at(W, (*np.indices(picks.shape)[:3], np.maximum(picks, 0)), E)
+    total = E.sum(-1, keepdims=True)
+    return W @ np.nan_to_num(v) / np.where(total == 0, 1, total)
+
+
 def values_of_the_nth_page(q, k, v, block_table=None, k_scale=None, v_scale=None, **options):
     if block_table is not None:
         n = np.arange(block_table.shape[1])
@@ -478,6 +507,8 @@ def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, *
             (causal_ignored_beside_key_indices, "causal_ignored", "key_indices is given"),
             (causal_by_place, "hidden_by_place_of_index", ""),
             (lengths_by_place, "hidden_by_place_of_index", ""),
+            (indices_clipped, "key_indices_clipped", ""),
+            (distance_to_places, "alibi_by_place_of_index", ""),
             (values_of_the_nth_page, "pages_by_place", ""),
             (weights_become_integers, "weights_in_dtype_of_values", ""),
             (indices_of_head_mod_Hkv, "key_indices_by_head", ""),

@@ -88,9 +88,12 @@ class Early(Plain):
 class OfParts(Plain):
     """A port with another norm, rotation or causality; see its keywords."""
 
-    def __init__(self, *, norm=slice(None), by_width=False, by_row=False, block=1, **given):
+    def __init__(
+        self, *, norm=slice(None), by_width=False, by_row=False, block=1, select=largest, **given
+    ):
         super().__init__(**given)
         self.norm, self.by_width, self.by_row, self.block = norm, by_width, by_row, block
+        self.select = select
 
     def __call__(self, x, latents, is_causal=False):
         g, L = self.given, x.shape[1]
@@ -111,7 +114,20 @@ class OfParts(Plain):
             I = I + w * np.maximum(q @ k.swapaxes(-1, -2), 0)
         block = np.arange(L) // self.block
         seen = np.broadcast_to(block <= block[:, None] if is_causal else True, I.shape)
-        return largest(I, seen, g["top_k"])[:, None]
+        return self.select(I, seen, g["top_k"])[:, None]
+
+
+def by_a_threshold(I, seen, top_k):
+    """The first keys that reach the last picked score, though others exceed it."""
+    scores = np.where(seen, I, -np.inf)
+    last = np.sort(scores, -1)[..., ::-1][..., min(top_k, I.shape[-1]) - 1, None]
+    return largest(np.zeros_like(I), seen & (scores >= last), top_k)
+
+
+def with_zeros(I, seen, top_k):
+    """Hidden keys have the score 0, and are dropped after they were picked."""
+    picks = largest(np.where(seen, I, 0), np.ones_like(seen), top_k)
+    return np.where(np.take_along_axis(seen, np.maximum(picks, 0), -1), picks, -1)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +139,8 @@ class OfParts(Plain):
         ({"by_width": True}, ("index_rope_by_width",)),
         ({"by_row": True}, ("index_rope_by_row",)),
         ({"block": 64}, ("index_causal_in_blocks",)),
+        ({"select": by_a_threshold}, ("index_threshold_fills_early",)),
+        ({"select": with_zeros}, ("index_hidden_score_0",)),
     ],
 )
 def test_ports_of_parts_are_named(how, named):

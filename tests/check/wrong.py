@@ -633,3 +633,18 @@ def tiles_of_rows_as_keys(q, k, v, is_causal=False):
     S, i = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), np.arange(Lq)
     p = i // 32 * 64 + i % 32 if is_causal else i + Lq
     return padded_scores(S, v, np.arange(Lq) <= p[:, None])
+
+
+@has("bias_of_first_in_group", "mask_of_first_in_group")
+def two_heads_at_a_time(q, k, v, attn_bias=None, attn_mask=None):
+    """Two heads of a group in one tile, whose bias and mask are those of the group's first two."""
+    H, G = q.shape[1], q.shape[1] // k.shape[1]
+    first = np.arange(H) // G * G + np.arange(H) % G % 2
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    seen = np.ones(S.shape, bool)
+    if attn_bias is not None:
+        S = S + np.broadcast_to(attn_bias, S.shape)[:, first]
+    if attn_mask is not None:
+        seen = np.broadcast_to(attn_mask, S.shape)[:, first]
+    return padded_scores(S, v, seen)
