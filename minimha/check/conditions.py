@@ -34,7 +34,8 @@ OPPOSITES = {  # each condition, and the one that holds otherwise, if it has a n
     "Lk > 32": "Lk <= 32",
     "Lk > 128": "",
     "Dv is not D": "Dv is D",
-    "scales are of each token": "scales are of each head, or one",
+    "scales are of each token": "",
+    "scales are of each head, or one": "",
     **{f"{option} is given": f"{option} is not given" for option in OPTIONS},
     **{f"{option} is given": f"{option} is not given" for option in ARRANGED},
 }
@@ -66,9 +67,11 @@ def conditions(arguments: Mapping[str, Any]) -> frozenset[str]:
     if "beta" in arguments:
         return _of_delta(arguments)
     B, H, G, Lq, Lk, D, Dv = sizes(arguments).values()
+    scales = arguments.get("k_scale")
+    axes = -1 if scales is None else np.ndim(scales)
     shapes = (
         B > 1, H > 1, G > 1, G == 8, G == 3, Lq == 1, 1 < Lq < Lk, Lq > Lk, Lk > 32, Lk > 128,
-        Dv != D, np.ndim(arguments.get("k_scale", 0)) > 1,
+        Dv != D, axes > 1, 0 <= axes < 2,
     )  # fmt: skip
     options = (*OPTIONS, *ARRANGED)
     given = [arguments.get(name) is not None and arguments[name] is not False for name in options]
