@@ -18,7 +18,7 @@ from minimha.check.deviation import Deviation
 from minimha.check.expanded import ARRANGING
 from minimha.check.problems import REQUIRED, is_given
 from minimha.check.translation import DIALECTS
-from minimha.check.verdict import Findings, Result, Verdict
+from minimha.check.verdict import DIFFERENCES, Findings, Result, Verdict
 
 MOST_LISTED = 16  # the most numbers of an option in the JSON; longer ones become dtype and shape
 
@@ -178,11 +178,15 @@ class Report:
                 f"deviation explains how.",
                 "What its outputs show is read below.",
             )
-        what = "; ".join(map(self._clause, self.deviations)) or "no deviation explains how"
-        where = self.findings.wrong_sizes and f" where {self.findings.wrong_sizes}"
-        if not explained or not self.deviations:
-            shown = f"{failing} of {taken} problems show it."
-            return f"{self.function} is wrong{where}: {what}.", shown
+        what = "; ".join(map(self._clause, self.deviations))
+        where = self.findings.unexplained and f" where {self.findings.unexplained}"
+        if not explained or {*self.deviations} <= DIFFERENCES:
+            unexplained = taken - explained if self.deviations else failing
+            found = (
+                f"{self.function} is wrong{where}: no deviation explains how.",
+                f"{unexplained} of {taken} problems show it.",
+            )
+            return (*found, f"Besides, {what}.") if what else found
         share = f"all {taken}" if explained == taken else f"{explained} of the {taken}"
         evidence = f"This explains {share} problems that it takes."
         if explained < taken and all(

@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 
 from minimha.check import readings, relations
 from minimha.check.answer import Answer
-from minimha.check.arranged import FAMILY
 from minimha.check.catalogue import DEVIATIONS
 from minimha.check.catalogue_delta import CLEARING, IN_16_BITS, NAN_LEAKS
 from minimha.check.catalogue_indexer import TIES
-from minimha.check.conditions import sizes_of_wrong
-from minimha.check.expanded import ARRANGING
+from minimha.check.conditions import shared, sizes_of_wrong
 from minimha.check.problems import Graded
 from minimha.check.readings import Reading
 from minimha.check.rounding import format_of
@@ -41,6 +39,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}  # of relations 
 GENERAL = {
     "offset_moved", "causal_in_blocks", "kv_batch_0_for_all", "sequences_end_at_empty", *IN_16_BITS,
 }  # fmt: skip
+DESCRIBED = ("attention", "delta rule")  # kinds of problems that ``conditions`` knows
 NUMBERS = 4096  # of each output, looked at for the format that they were rounded to
 WIDER = ("float32", "float64")  # output dtypes that lose no precision
 
@@ -73,7 +72,7 @@ class Findings:
     results: tuple[Result, ...]
     tell_apart: str | None = None  # a clause on the options that would tell the sets apart
     conditions: Mapping[str, str] = field(default_factory=dict)  # of each deviation, as a clause
-    wrong_sizes: str = ""  # a clause on sizes, if only some sizes are wrong
+    unexplained: str = ""  # a clause on the problems that the deviations do not explain
 
 
 def judge(
@@ -129,7 +128,7 @@ def judge(
     return Findings(
         "differs" if is_mild else "wrong", sets[0] + faults, tuple(sets[1:]), counts, refused,
         (*read, *notes), results, _tell_apart(search, found), _conditions(found[0]),
-        _wrong_sizes(search, left),
+        _unexplained(search, left),
     )  # fmt: skip
 
 
@@ -203,17 +202,16 @@ def _conditions(found: Hypothesis) -> dict[str, str]:
     return {name: " and ".join(sorted(some)) for name, _, *where in found for some in where}
 
 
-def _wrong_sizes(search: Search, left: Sequence[int]) -> str:
-    """Return a clause on the sizes at which alone answers are wrong; "" if others are wrong too."""
+def _unexplained(search: Search, left: Sequence[int]) -> str:
+    """Return a clause that holds in the problems ``left``, and in few that are right."""
     wrong = [search.known[n].graded for n in left]
-    if wrong and all(problem.family == FAMILY for problem in wrong):
-        shared = set.intersection(*({*ARRANGING, "is_causal"} & {*p.options} for p in wrong))
-        return " and ".join(f"{name} is given" for name in sorted(shared))
-    if not wrong or any(problem.family != "sized" for problem in wrong):
+    if not wrong or any(problem.kind not in DESCRIBED for problem in wrong):
         return ""
-    right = [search.known[n].graded for n in search.taken if n not in left]
-    right = [problem for problem in right if problem.family]
-    return sizes_of_wrong(wrong, right)
+    others = [search.known[n].graded for n in search.taken if n not in left]
+    if all(problem.family == "sized" for problem in wrong):
+        drawn = [problem for problem in others if problem.family]
+        return sizes_of_wrong(wrong, drawn) or shared(wrong, others)
+    return shared(wrong, others)
 
 
 def _rounded_to(answers: Sequence[Answer], dtype: str) -> str | None:

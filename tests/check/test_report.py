@@ -281,3 +281,22 @@ def test_progress_receives_every_problem():
 def test_what_cannot_be_checked_is_one_sentence(arguments, error, sentence):
     with pytest.raises(error, match=sentence):
         minimha.check(*arguments)
+
+
+def sinks_of_another_head_in_the_lse(q, k, v, sinks=None, return_lse=False, scale=None):
+    result = minimha.attention(q, k, v, sinks=sinks, return_lse=return_lse, scale=scale)
+    if sinks is None or not return_lse:
+        return result
+    other = sinks[np.arange(q.shape[1]) // (q.shape[1] // k.shape[1])]
+    _, lse = minimha.attention(q, k, v, scale=scale, return_lse=True)
+    return result[0], np.logaddexp(lse, other[:, None])
+
+
+def test_a_bug_without_a_name_is_located():
+    report = minimha.check(sinks_of_another_head_in_the_lse, seed=2)
+    assert (report.verdict, report.deviations) == ("wrong", ())
+    where, shown = report.sentences
+    assert where.endswith(": no deviation explains how.")
+    for condition in ("heads are grouped", "return_lse is given", "sinks is given"):
+        assert condition in where
+    assert shown.endswith(f"of {report.explains[1]} problems show it.")
