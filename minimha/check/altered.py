@@ -44,7 +44,8 @@ def altered(x: Prepared, d: Mapping[str, Any]) -> Prepared:
             arranged, place = _arranged_otherwise(x, d)
             given = dict(arranged)
     for name, alter in ALTERATIONS.items():
-        if name in d and name not in done:
+        is_evaluated = name.startswith("mask_") and x.arguments.get("attn_mask") is None
+        if name in d and name not in done and not is_evaluated:  # the mask is not the caller's
             given |= alter(x, given, d[name])
     if all(given.get(n) is value for n, value in x.given.items()) and len(given) == len(x.given):
         return x

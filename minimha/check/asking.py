@@ -24,6 +24,7 @@ from minimha.check.crossed import (
     AMID,
     AT_START,
     FIRST_QUERY,
+    LONG,
     PLAIN,
     SWITCHES,
     Sizes,
@@ -211,6 +212,7 @@ class Asking:
             taken = frozenset().union(*singles)
             rest = [*rows(taken, PLAIN, self.seed), *long(taken)]
             self._ask_rearranged(rest, kinds, PLAIN)
+            self._ask_rearranged(singles, kinds, replace(PLAIN, D=WIDEST))
 
     def _ask_rearranged(
         self, sets: Sequence[Switches], kinds: tuple[str, ...], some: Sizes
@@ -225,6 +227,7 @@ class Asking:
 
         Problems that were ``answered`` without an option of these kinds are asked with it, too, and
         every third with both options of a pair. If nothing else is taken, pairs are tried, too.
+        Each kind is also asked with many keys and wide heads.
         """
         taken: dict[str, bool] = {}
         for problem in arranged(self.seed, some.D):
@@ -241,6 +244,7 @@ class Asking:
         ]  # fmt: skip
         for one in kinds:
             self._ask_rearranged(answered, one, some)
+            self._ask_rearranged([frozenset({LONG})], one, replace(some, D=max(some.D, WIDEST)))
         for pair in pairs:
             self._ask_rearranged(answered[::3], pair, some)
         return kinds or [*pairs]

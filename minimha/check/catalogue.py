@@ -270,7 +270,7 @@ _ALL = [
         ("causal_ignored_in_tail", "Rows after the last whole tile of rows see the future.",
          "Mask the last tile too, though it is not full.", (128, 64, 32, 16)),
         ("causal_ignored_by_window",
-         "is_causal is ignored if the window has a right side, or only if it has none.",
+         "is_causal is ignored beside a window, perhaps only if that has, or lacks, a right side.",
          "With is_causal, no right side reaches beyond i + q_offset.",
          ("without a right side", "with a right side", "always")),
         ("causal_loop_ends_early", "The loop over keys ends at the first row of a tile of rows.",
