@@ -290,7 +290,8 @@ class _Deviation(Scores):
 
         Exponentials are those of blocks of ``B_c`` keys, by the maximum so far.
         """
-        P = np.exp(self.S - self.running_maxima(B_c))
+        running = self.running_maxima(B_c)
+        P = np.where(running == -np.inf, 0, np.exp(self.S - running))
         is_integer = self.x.arguments["v"].dtype.kind == "i"
         if is_integer:  # float32 may find 1 where float64 finds less
             self.is_free = self.is_free | ((P < 1) & (P > 1 - NEARLY)).any(-1)
