@@ -33,6 +33,7 @@ SPLITS = (
     *(("parts", n) for n in (2, 4, 8, 3)), *(("keys", n) for n in (*BLOCKS[:6], 96, 48)),
     ("floors", 2),
     *(("at most 8", n) for n in (*BLOCKS[:2], 128, 256)), *(("keys", n) for n in MANY),
+    *(("at least 64", n) for n in (8, 4)),
     *(("first", n) for n in (128, 64, 256)),
 )  # fmt: skip
 EMPTY_TOO = ", empty ones too"  # parts for which no key is left
@@ -549,6 +550,8 @@ _ALL = [
           ("shift", 1), ("untransposed", 1), ("untransposed", 2))),
         ("pages_from_window", "Positions count from the window's first page, or its left side.",
          "The first key of page n is at position n · page_size.", ("0", "left side")),
+        ("positions_by_page_number", "A key's position counts from its page's number in the pool.",
+         "Key j of an entry is at position j, whichever page holds it."),
         ("pages_repeat", "A table's first pages are read again for later keys.",
          "Load the next part of the table's row when a loop reaches it.",
          (32, 64, 16, 8, 128, 4, 2, 1)),

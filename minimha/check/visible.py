@@ -32,8 +32,9 @@ def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[An
 
     ``split`` is ("parts", 4) for 4 parts, of which the last may be shorter, ("floors", 4) for 4
     parts, of which the last may be longer, or ("keys", 64) for parts of 64 keys. ("at most 8", 64)
-    is as many equal parts as there are blocks of 64 keys, up to 8. ("first", 64) is the first 64
-    keys, and the rest. ("every", 2) is each second key, from the first and from the second on. A
+    is as many equal parts as there are blocks of 64 keys, up to 8; of ("at least 64", 8), up to 8
+    equal parts, none but the last has fewer keys than 64. ("first", 64) is the first 64 keys, and
+    the rest. ("every", 2) is each second key, from the first and from the second on. A
     kind that ends with ``EMPTY_TOO`` has the same parts.
     """
     kind, n = split
@@ -42,7 +43,9 @@ def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[An
         return x.j[:n], x.j % n
     if kind == "at most 8":
         kind, n = "parts", min(-(-x.Lk // n), 8)
-    size = {"parts": -(-x.Lk // n), "floors": max(x.Lk // n, 1)}.get(kind, n)
+    whole = -(-x.Lk // n)
+    sizes = {"parts": whole, "floors": max(x.Lk // n, 1), "at least 64": max(whole, 64)}
+    size = sizes.get(kind, n)
     starts = x.j[::size][: {"floors": n, "first": 2}.get(kind)]
     return starts, np.minimum(x.j // size, len(starts) - 1)
 
@@ -166,11 +169,17 @@ def from_window(
 ) -> tuple[Prepared, Prepared, Array]:
     """Return x as positions and as lengths see its keys, and which keys are read.
 
-    These differ if positions count from the window's first page, whose first key is at position 0,
-    or at that of the window's left side; then lengths count so, too. ``given`` has the pages.
+    Positions may count from the number of a key's page. They and lengths also differ if positions
+    count from the window's first page, whose first key is at position 0, or at that of the window's
+    left side; then lengths count so, too. ``given`` has the pages.
     """
     left, _ = given.given.get("window_size") or (None, None)
     table = given.arguments.get("block_table")
+    if "positions_by_page_number" in d and table is not None:
+        size, moved = np.shape(given.arguments["k"])[2], copy(x)
+        pages = np.asarray(table)[:, np.minimum(x.j // size, np.shape(table)[1] - 1)]
+        moved.j = (pages * size + x.j % size)[:, None, None]
+        return moved, x, ALL
     if "pages_from_window" not in d or left is None or table is None:
         return x, x, ALL
     size = np.shape(given.arguments["k"])[2]

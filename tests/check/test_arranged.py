@@ -273,6 +273,20 @@ def values_of_the_nth_page(q, k, v, block_table=None, k_scale=None, v_scale=None
     return dense(q, k, v, block_table=block_table, **options)
 
 
+def positions_of_pages(q, k, v, block_table=None, kv_lengths=None, is_causal=False, q_offset=0):
+    if block_table is None:
+        given = {"is_causal": is_causal, "q_offset": q_offset, "kv_lengths": kv_lengths}
+        return dense(q, k, v, **given)
+    B, n = block_table.shape
+    size = k.shape[2]
+    k, v = (x[block_table].swapaxes(1, 2).reshape(B, x.shape[1], n * size, -1) for x in (k, v))
+    j = (block_table[..., None] * size + np.arange(size)).reshape(B, 1, 1, -1)
+    seen = np.arange(n * size) < np.reshape(kv_lengths, (-1, 1, 1, 1))
+    if is_causal:
+        seen = seen & (j <= np.arange(q.shape[2])[:, None] + np.reshape(q_offset, (-1, 1, 1, 1)))
+    return dense(q, k, v, attn_mask=np.broadcast_to(seen, (B, 1, q.shape[2], n * size)))
+
+
 def weights_become_integers(q, k, v, k_scale=None, v_scale=None, is_causal=False, q_offset=0):
     if k_scale is None:
         return dense(q, k, v, is_causal=is_causal, q_offset=q_offset)
@@ -510,6 +524,7 @@ def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, *
             (indices_clipped, "key_indices_clipped", ""),
             (distance_to_places, "alibi_by_place_of_index", ""),
             (values_of_the_nth_page, "pages_by_place", ""),
+            (positions_of_pages, "positions_by_page_number", ""),
             (weights_become_integers, "weights_in_dtype_of_values", ""),
             (indices_of_head_mod_Hkv, "key_indices_by_head", ""),
             (alibi_of_packed_rows, "alibi_from_first_row", ""),

@@ -12,9 +12,9 @@ m_s, l_s and O_s, which are merged by log-sum-exp:
 8-bit keys and values are widened in registers. Their scales multiply scores (after line 8) and
 weights (before line 10), which are fewer numbers than K and V. If the queries are bfloat16 and the
 CPU multiplies pairs of bfloat16 numbers, they become bfloat16 instead, and so do the weights
-(``simd.bytes``). int8 then takes 0.69 times as long as bfloat16 (0.65 to 0.84 in 13 runs) and
-float8_e4m3fn 0.61 times (0.59 to 0.71), where widening to float32 took 1.0 and 1.3 times (32 heads
-over 8, 65536 keys of width 128; two cores of an AMD EPYC, 2026-11-28).
+(``simd.bytes``). int8 then takes 0.67 times as long as bfloat16 (0.64 to 0.75 in 12 runs) and
+float8_e4m3fn 0.62 times (0.60 to 0.68), where widening to float32 took 1.0 and 1.3 times (32 heads
+over 8, 65536 keys of width 128; two cores of an AMD EPYC, 2026-11-29).
 
 Pages in random order take longer than keys in one piece: 1.3 × for pages of 16 keys, 1.15 × for
 pages of 64 (16384 keys of width 128, float32; one core of an AMD EPYC, 2026-11-23).
