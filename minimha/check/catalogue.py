@@ -547,7 +547,7 @@ _ALL = [
          "Take the page size from k: key j is row j % page_size of its page.",
          (*((way, n) for n in (16, 8, 4, 2, 1) for way in ("first", "index", "stride")),
           *((way, n) for n in (64, 32, 16, 128) for way in ("tile", "slot")), ("mask", 1),
-          ("shift", 1), ("untransposed", 1), ("untransposed", 2))),
+          ("shift", 1), ("untransposed", 1), ("untransposed", 2), ("tokens first", 1))),
         ("pages_from_window", "Positions count from the window's first page, or its left side.",
          "The first key of page n is at position n · page_size.", ("0", "left side")),
         ("positions_by_page_number", "A key's position counts from its page's number in the pool.",

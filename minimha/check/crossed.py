@@ -42,7 +42,7 @@ OTHERS = ("batch", "many keys", "wide values", "by head", "by entry")
 LONG = "several blocks"  # more keys, and mostly queries, than a block of 128 has
 SWITCHES = (*list(HEADS)[1:], *QUERIES[1:], *FIRST_QUERY, *OTHERS, *OPTIONS)
 COMPANIONS: dict[str, tuple[set[str], ...]] = {  # what a switch needs to change a problem
-    **{place: ({"is_causal", "fewer queries"},) for place in FIRST_QUERY},
+    **dict.fromkeys(FIRST_QUERY, tuple({s, "fewer queries"} for s in sorted(POSITIONAL))),
     AT_LENGTHS: ({"is_causal", "fewer queries", "kv_lengths", "batch"},),
     "by head": ({"attn_mask", "heads"}, {"attn_bias", "heads"}),
     "by entry": ({"is_causal", "fewer queries", AMID, "batch"},),

@@ -182,6 +182,12 @@ def _gather_pages(plain: dict[str, Any], arguments: Mapping[str, Any]) -> None:
     if way == "slot":  # all keys of a tile are in the page of its first one
         flat = table[:, j // P * P // size] * size + j % size
     for name in "kv":
+        if way == "tokens first":  # (pages, Hkv, size, D) read as (pages · size, Hkv, D)
+            X = np.asarray(plain[name])
+            tokens = (table[:, j // size] * size + j % size)[:, None]
+            rows = tokens * X.shape[1] + np.arange(X.shape[1])[:, None]
+            plain[name] = X.reshape(-1, X.shape[3])[np.minimum(rows, X.size // X.shape[3] - 1)]
+            continue
         if way == "untransposed":
             plain[name] = _untransposed(plain, name, table, of_used=P > 1)
             continue

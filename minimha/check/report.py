@@ -193,6 +193,8 @@ class Report:
             n in DEVIATIONS and DEVIATIONS[n].stage == "run" for n in self.deviations
         ):
             evidence = f"{share} problems come out right."
+        elif explained < taken and where:
+            evidence += f" The others are wrong{where}."
         found = f"{self.function} is wrong: {what}.", evidence
         return (*found, f"{self._missing}.") if self._missing else found
 

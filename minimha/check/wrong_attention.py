@@ -380,8 +380,10 @@ class _Deviation(Scores):
             self.bound = self.bound + rounding * np.where(np.isfinite(self.O), abs(self.O), 0)
         sinks = self.sinks_used()
         if "lse_without_sink" in d:
-            is_lost = (total == 0) & self.has_score.any(-1, keepdims=True)  # beside a large sink
-            L = np.where(is_lost, _log_sum_exp(self.S), L)
+            sees, keys = self.has_score.any(-1, keepdims=True), _log_sum_exp(self.S)
+            L = np.where((total == 0) & sees, keys, L)
+            is_lost = sees & (self.top - keys > OVERFLOW["float32"])  # beside a large sink
+            self.is_lse_free = self.is_lse_free | is_lost[..., 0]
             if d["lse_without_sink"] == "where a key is seen" and sinks is not None:
                 L = np.where(self.has_score.any(-1, keepdims=True), L, sinks)
         L = logarithm if "lse_without_maximum" in d else L

@@ -630,3 +630,29 @@ def test_where_queries_stand_is_asked_with_what_a_function_requires():
     report = minimha.check(in_pages_and_packed, seed=4)
     assert report.verdict == "right", str(report)
     assert "alibi_slopes" in report.covers["options"]
+
+
+def distance_with_a_sign_when_decoding(q, k, v, *, block_table, kv_lengths, alibi_slopes=None,
+                                       q_offset=None):  # fmt: skip
+    given = {"block_table": block_table, "kv_lengths": kv_lengths}
+    if alibi_slopes is None or q.shape[2] > 1:
+        return dense(q, k, v, alibi_slopes=alibi_slopes, q_offset=q_offset, **given)
+    j = np.arange(block_table.shape[1] * k.shape[2])
+    bias = alibi_slopes[:, None, None] * (j - np.reshape(q_offset, (-1, 1, 1, 1)))
+    return dense(q, k, v, attn_bias=bias, **given)
+
+
+def test_a_decoding_query_amid_its_pages_is_asked():
+    report = minimha.check(distance_with_a_sign_when_decoding, seed=6)
+    assert (report.verdict, report.deviations) == ("wrong", ("alibi_signed_distance",))
+
+
+def pools_with_tokens_first(q, k, v, *, block_table, kv_lengths, scale=None):
+    """Reads a pool (pages, Hkv, size, D) as (pages, size, Hkv, D)."""
+    k, v = (x.reshape(len(x), -1, x.shape[1], x.shape[3]).swapaxes(1, 2) for x in (k, v))
+    return dense(q, k, v, block_table=block_table, kv_lengths=kv_lengths, scale=scale)
+
+
+def test_pools_in_another_order_of_axes_are_named():
+    report = minimha.check(pools_with_tokens_first, seed=6)
+    assert (report.verdict, report.deviations) == ("wrong", ("page_size_wrong",))
