@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from check.mutants import answers
+from thorough import thorough_after
 
 import minimha
 from minimha.check import check, page
@@ -16,6 +17,8 @@ from minimha.check.problems_delta import delta_problems
 from minimha.check.verdict import judge
 from minimha.check.wrong_delta import PreparedDelta, deviate_delta
 
+NAMES = [one.identifier for one in OF_DELTA]
+IN_TURN = [*NAMES[::2], *NAMES[1::2]]
 SPEAKS, SEED = "gated_delta_rule", 5
 
 
@@ -34,7 +37,7 @@ def test_without_deviations_it_is_the_rule():
             np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [one.identifier for one in OF_DELTA])
+@pytest.mark.parametrize("name", thorough_after(30, IN_TURN))
 def test_one_deviation_is_named(name):
     """In its usual form; ``python -m tests.check.measure`` tries all forms."""
     found = judged({name: DEVIATIONS[name].values[0]})
