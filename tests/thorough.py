@@ -3,6 +3,11 @@
 import pytest
 
 
+def in_turn(cases):
+    """Return every other case, then the rest, so that those which go first are of all kinds."""
+    return [*cases[::2], *cases[1::2]]
+
+
 def thorough_after(number, cases):
     """Return the cases for ``parametrize``, with those after the first ``number`` thorough."""
     more = (case if isinstance(case, tuple) else (case,) for case in cases[number:])

@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.catalogue import ONE_PAGE
-from minimha.check.expanded import INDICES, PACKING, RANGES, READ, Place, expanded, laid_out
+from minimha.check.catalogue import DEVIATIONS, OR_ONE_PAGE
+from minimha.check.expanded import (
+    INDICES,
+    PACKING,
+    RANGES,
+    READ,
+    Place,
+    expanded,
+    indices,
+    laid_out,
+)
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.rounding import rounded
 from minimha.check.visible import packed_rows
@@ -22,7 +31,6 @@ from minimha.equations.eight_bits import SCALES, scales_of
 Array = NDArray[Any]
 Alter = Callable[[Prepared, Mapping[str, Any], Any], Mapping[str, Any]]
 
-BY_ENTRY = ("q_offset", "kv_lengths")
 IGNORED = {
     "sinks_ignored": "sinks", "alibi_ignored": "alibi_slopes", "bias_ignored": "attn_bias",
     "mask_ignored": "attn_mask", "window_ignored": "window_size", "lengths_ignored": "kv_lengths",
@@ -44,8 +52,7 @@ def altered(x: Prepared, d: Mapping[str, Any]) -> Prepared:
             arranged, place = _arranged_otherwise(x, d)
             given = dict(arranged)
     for name, alter in ALTERATIONS.items():
-        is_evaluated = name.startswith("mask_") and x.arguments.get("attn_mask") is None
-        if name in d and name not in done and not is_evaluated:  # the mask is not the caller's
+        if name in d and name not in done and not _is_of_another_mask(x, name):
             given |= alter(x, given, d[name])
     if all(given.get(n) is value for n, value in x.given.items()) and len(given) == len(x.given):
         return x
@@ -56,6 +63,11 @@ def altered(x: Prepared, d: Mapping[str, Any]) -> Prepared:
     if given["q"] is x.given["q"] and given["k"] is x.given["k"]:
         vars(other)["products"] = x.products
     return other
+
+
+def _is_of_another_mask(x: Prepared, name: str) -> bool:
+    """Whether a bug of the caller's mask cannot show, since the mask comes from other options."""
+    return DEVIATIONS[name].needs == ("attn_mask",) and x.arguments.get("attn_mask") is None
 
 
 def _arranged_otherwise(
@@ -141,8 +153,7 @@ def _in_first_tile(x: Prepared, array: Array, tile: int) -> Array:
     """Let a mask or bias of one row count for the first ``tile`` rows only."""
     if array.shape[-2] > 1:
         return array
-    neutral = array.dtype.type(array.dtype == bool)
-    return np.where(np.arange(x.Lq)[:, None] < tile, array, neutral)
+    return _only(array, np.arange(x.Lq)[:, None] < tile)
 
 
 def _from_window(x: Prepared, bias: Array, tile: int) -> Array:
@@ -166,7 +177,12 @@ def _moved(size: int, block: int) -> Array:
 
 def _ignored_in_tail(x: Prepared, a: Array, block: int) -> Array:
     """Let a mask or bias count only for the keys of whole blocks."""
-    return np.where(x.j < x.Lk // block * block, a, a.dtype.type(a.dtype == bool))
+    return _only(a, x.j < x.Lk // block * block)
+
+
+def _only(array: Array, where: Array) -> Array:
+    """Let a mask or bias count only for some pairs."""
+    return np.where(where, array, array.dtype.type(array.dtype == bool))
 
 
 def _axes(name: str) -> dict[str, Alter]:
@@ -591,7 +607,7 @@ def _minus_1(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, 
     """Let -1 pick the first key or the last one, of a sequence if several are packed or paged."""
     picks, last = np.asarray(given[INDICES]), np.shape(given["k"])[2] - 1
     if any(x.arguments.get(name) is not None for name in PACKING):
-        last = np.reshape(given["kv_lengths"], (-1, 1, 1, 1)) - 1
+        last = _by_entry(given["kv_lengths"]) - 1
     return {INDICES: np.where(picks < 0, 0 if which == "first" else last, picks)}
 
 
@@ -599,22 +615,30 @@ def _clipped(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]
     lengths = given.get("kv_lengths")
     if lengths is None:
         return {}
-    return {INDICES: np.minimum(given[INDICES], np.reshape(lengths, (-1, 1, 1, 1)) - 1)}
+    return {INDICES: np.minimum(given[INDICES], _by_entry(lengths) - 1)}
+
+
+def _by_entry(numbers: Any) -> Array:
+    return np.asarray(numbers).reshape(-1, 1, 1, 1)
+
+
+def _in_turn(picks: Any, order: str) -> Array:
+    """Return indices as "given", "sorted", or sorted "from the last"."""
+    picks = np.asarray(picks) if order == "given" else np.sort(picks, -1)
+    return np.flip(picks, -1) if order == "from the last" else picks
 
 
 def _distance_of_place(x: Prepared, given: Mapping[str, Any], order: str) -> Mapping[str, Any]:
     """Add what makes ALiBi's distance that to a key's first place in the list."""
-    slopes, picks = given.get("alibi_slopes"), np.asarray(given[INDICES])
+    slopes, picks = given.get("alibi_slopes"), _in_turn(given[INDICES], order)
     if slopes is None:
         return {}
-    picks = picks if order == "given" else np.sort(picks, -1)
-    (B, _, Lq, _), Lk = np.shape(given["q"]), np.shape(given["k"])[2]
-    picks = np.broadcast_to(picks, (B, *picks.shape[1:2], Lq, picks.shape[-1]))
-    places = np.zeros((*picks.shape[:3], Lk + 1))  # an index of -1 is the last column
+    b, _, p, j = indices(given)
+    picks = np.broadcast_to(picks, (len(b), *picks.shape[1:2], p.shape[-2], picks.shape[-1]))
+    places = np.zeros((*picks.shape[:3], len(j) + 1))  # an index of -1 is the last column
     place = np.broadcast_to(np.arange(picks.shape[-1]), picks.shape)
     np.put_along_axis(places, picks[..., ::-1], place[..., ::-1], -1)
-    p = np.arange(Lq)[:, None] + np.reshape(given.get("q_offset", 0), (-1, 1, 1, 1))
-    nearer = abs(p - np.arange(Lk)) - abs(p - places[..., :-1])
+    nearer = abs(p - j) - abs(p - places[..., :-1])
     nearer = nearer[:, x.heads] if nearer.shape[1] > 1 else nearer
     return {"attn_bias": np.reshape(slopes, (-1, 1, 1)) * nearer + given.get("attn_bias", 0)}
 
@@ -622,15 +646,12 @@ def _distance_of_place(x: Prepared, given: Mapping[str, Any], order: str) -> Map
 def _by_place(x: Prepared, given: Mapping[str, Any], value: tuple[str, str]) -> Mapping[str, Any]:
     """Hide indices by their place in the list, as causality, window and lengths hide keys."""
     order, of = value
-    picks, found = np.asarray(given[INDICES]), dict[str, Any]()
-    Lq = np.shape(given["q"])[2]
-    offset, lengths = (np.reshape(given.get(name, 0), (-1, 1, 1, 1)) for name in BY_ENTRY)
-    picks = picks if order == "given" else np.sort(picks, -1)
-    picks = picks[..., ::-1] if order == "from the last" else picks
+    picks, found = _in_turn(given[INDICES], order), dict[str, Any]()
     place = np.arange(picks.shape[-1])
-    ahead = place - np.arange(Lq)[:, None] - offset  # of the query's position
-    if given.get("kv_lengths") is not None and of == "lengths":
-        picks, found = np.where(place < lengths, picks, -1), {"kv_lengths": None}
+    ahead = place - indices(given)[2]  # of the query's position
+    lengths = given.get("kv_lengths")
+    if lengths is not None and of == "lengths":
+        picks, found = np.where(place < _by_entry(lengths), picks, -1), {"kv_lengths": None}
     if given.get("is_causal") and of.startswith("causal"):
         picks, found = np.where(ahead <= 0, picks, -1), {"is_causal": False}
     if given.get("window_size") is not None and of.endswith("window"):
@@ -694,12 +715,12 @@ def _scales_transposed(given: Mapping[str, Any], name: str) -> Any:
 
 def _pages_by_place(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, Any]:
     """Give each entry its own pages, and the n-th of them page n of the pool, in ``which``."""
-    table, names = given.get("block_table"), which.removesuffix(ONE_PAGE).split(" and ")
+    table, names = given.get("block_table"), which.removesuffix(OR_ONE_PAGE).split(" and ")
     scales = [name for name in SCALES.values() if np.ndim(given.get(name, 0)) > 2]
     if not {*names} & {"k", "v", *scales}:
         return {}
     if table is None:
-        is_one = which.endswith(ONE_PAGE)
+        is_one = which.endswith(OR_ONE_PAGE)
         return {n: first_for_all(given[n], 0) for n in scales if is_one and n in names}
     pages = np.maximum(table, 0).ravel()
     places = np.tile(np.arange(table.shape[1]), len(table))

@@ -40,17 +40,18 @@ Place = Literal["first", "last", "last of each length"]
 Axes = tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]
 
 
-# Options that show where queries stand, and those that a function may need for 64 queries and 128
-# keys: all of these as one packed sequence, one page, or one list.
+# Each shows where queries stand.
 PLACING: tuple[Mapping[str, Any], ...] = (
     {"is_causal": True}, {"window_size": (1, 1)}, {"alibi_slopes": np.array([1e3])},
 )  # fmt: skip
-PACKED = {"cu_seqlens_q": np.array([0, 64])}
-ONE_PAGE = {"block_table": np.array([[0]]), "kv_lengths": np.array([128])}
-EVERY = {"key_indices": np.broadcast_to(np.arange(128), (1, 1, 64, 128))}
-ARRANGED: tuple[Mapping[str, Any], ...] = (
-    {}, {**PACKED, "cu_seqlens_k": np.array([0, 128])}, ONE_PAGE, {**PACKED, **ONE_PAGE}, EVERY,
-    {**EVERY, **PACKED, "cu_seqlens_k": np.array([0, 128])}, {**EVERY, **ONE_PAGE},
+# What a function may need beside: 64 queries are one sequence, 128 keys are one sequence, one
+# page, or the list of each query.
+SEQUENCE = {"cu_seqlens_q": np.array([0, 64])}
+PACKED = {**SEQUENCE, "cu_seqlens_k": np.array([0, 128])}
+PAGE = {"block_table": np.array([[0]]), "kv_lengths": np.array([128])}
+LIST = {"key_indices": np.broadcast_to(np.arange(128), (1, 1, 64, 128))}
+BESIDE: tuple[Mapping[str, Any], ...] = (
+    {}, PACKED, PAGE, {**SEQUENCE, **PAGE}, LIST, {**LIST, **PACKED}, {**LIST, **PAGE},
 )  # fmt: skip
 
 
@@ -161,7 +162,7 @@ class Caller:
         x["v"] = np.broadcast_to(np.arange(128)[:, None] > 8, x["k"].shape).astype(float)
         unplaced = copy(self)
         unplaced.lacks = set()  # these questions leave the offset to the function
-        for more, option in product(ARRANGED, PLACING):
+        for more, option in product(BESIDE, PLACING):
             found = unplaced.answer({**x, **more, **options, **option}).output
             if found is not None and found.shape == x["q"].shape and found.any():
                 return not (found[:, :, 0] == 0).all()

@@ -52,7 +52,7 @@ SORTED = ("longest first", "shortest first")  # batch entries
 HEADS = ("kv", "v", "k")  # what is indexed: K and V, or one of them
 SCALED = ("kv", "k", "v")  # what is multiplied by scales: K and V, or one of them
 SCALES_BY_PLACE = ("k_scale and v_scale", "v_scale", "k_scale")
-ONE_PAGE = ", where an entry may be one page"
+OR_ONE_PAGE = ", where an entry may be one page"
 OTHER_HEADS = (
     "h // G", "h mod Hkv", "(h mod G) · Hkv + h // G", "h mod 16", "h mod 8", "h // G + h mod G",
 )  # fmt: skip
@@ -101,7 +101,7 @@ _ALL = [
          ("row // G", "row mod Lq", "r >> ceil log2 G", "r >> log2 G",
           *(f"r // G in tiles of {n}" for n in BLOCKS[:4]),
           *((way, of) for way in ("i · G + g", "g · Lq + i") for of in PLACES[:4]))),
-        ("rows_by_other_tile", "Tiles of rows count their positions by another size of tile.",
+        ("rows_by_other_tile", "A tile's rows take their positions from another size of tile.",
          "Tile t of B_r rows begins at row t · B_r.",
          ((32, 64), (64, 128), (128, 64), (64, 32), (96, 64), (128, 32), (32, 16), (16, 32),
           (64, 16), (16, 64))),
@@ -271,7 +271,7 @@ _ALL = [
         ("causal_ignored_in_tail", "Rows after the last whole tile of rows see the future.",
          "Mask the last tile too, though it is not full.", (128, 64, 32, 16)),
         ("causal_ignored_by_window",
-         "is_causal is ignored beside a window, perhaps only if that has, or lacks, a right side.",
+         "A window replaces is_causal: any window, or only one with, or without, a right side.",
          "With is_causal, no right side reaches beyond i + q_offset.",
          ("without a right side", "with a right side", "always")),
         ("causal_loop_ends_early", "The loop over keys ends at the first row of a tile of rows.",
@@ -574,8 +574,8 @@ _ALL = [
         ("key_indices_by_head", "Query heads read the key_indices of other heads.",
          "Query head h reads those of key/value head h // (H // Hkv).", ("h mod Hkv", "0")),
         ("hidden_by_place_of_index",
-         "is_causal, the window or kv_lengths compare a key's place in key_indices.",
-         "Compare the index itself.",
+         "is_causal, the window or kv_lengths are applied to a key's place in key_indices.",
+         "Apply them to the index itself.",
          tuple((way, of) for way in ("given", "sorted", "from the last")
                for of in ("causal", "causal and window", "window", "lengths"))),
     ),
@@ -613,7 +613,7 @@ _ALL = [
          "Widen int8 with its sign.", SCALED),
         ("scales_by_place", "The scales of an entry's n-th page are those of page n of the pool.",
          "Read the scales of page block_table[b, n].",
-         (*SCALES_BY_PLACE, *(f"{some}{ONE_PAGE}" for some in SCALES_BY_PLACE))),
+         (*SCALES_BY_PLACE, *(f"{some}{OR_ONE_PAGE}" for some in SCALES_BY_PLACE))),
         ("weights_in_dtype_of_values", "Weights are cast to the 8-bit dtype of the values.",
          "Keep weights in float32, or multiply them by what fills the dtype.", (128, 64, 32, 16)),
     ),

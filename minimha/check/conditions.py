@@ -49,7 +49,6 @@ OF_DELTA = {  # the same of the gated delta rule
     "g has a number for each channel": "g has a number for each token",
     **{f"{option} is given": f"{option} is not given" for option in OPTIONS_OF_DELTA},
 }
-MOST_SHARED = 3
 # Conditions that hold for the plainest problem.
 USUAL = frozenset(OPPOSITES.values()) | frozenset(OF_DELTA.values())
 
@@ -112,34 +111,6 @@ def limits(wrong: Sequence[Graded], right: Sequence[Graded]) -> list[str]:
         if larger := [s[name] for s in good if s[name] > max(found)]:
             below.append(f"{name} < {min(larger)}")
     return above + below
-
-
-def shared(wrong: Sequence[Graded], right: Sequence[Graded]) -> str:
-    """Return up to ``MOST_SHARED`` conditions of all wrong problems, as a clause.
-
-    Each leaves out as many of the right problems as it can, and is not usual. Limits of sizes
-    count as conditions, too. Returns "" if none leaves out any.
-    """
-    every = frozenset.intersection(*(conditions(p.arguments) for p in wrong)) - USUAL
-    held = {p: conditions(p.arguments) for p in right}
-    has_sizes = wrong[0].kind == "attention"
-    among, chosen = list(right), list[str]()
-    while among and len(chosen) < MOST_SHARED:
-        bounds = limits(wrong, among) if has_sizes else []
-        left = {name: [p for p in among if name in held[p]] for name in sorted(every)}
-        left |= {name: [p for p in among if _is_within(p, name)] for name in bounds}
-        best = min(left, key=lambda name: len(left[name]), default="")
-        if not best or len(left[best]) == len(among):
-            break
-        chosen.append(best)
-        among = left[best]
-    return " and ".join(", ".join(chosen).rsplit(", ", 1))
-
-
-def _is_within(problem: Graded, bound: str) -> bool:
-    name, sign, number = bound.rsplit(" ", 2)
-    size = sizes(problem.arguments)[name]
-    return size > int(number) if sign == ">" else size < int(number)
 
 
 def sizes_of_wrong(wrong: Sequence[Graded], right: Sequence[Graded]) -> str:

@@ -180,13 +180,16 @@ class Report:
             )
         what = "; ".join(map(self._clause, self.deviations))
         where = self.findings.unexplained and f" where {self.findings.unexplained}"
-        if not explained or {*self.deviations} <= DIFFERENCES:
-            unexplained = taken - explained if self.deviations else failing
+        if {*self.deviations} <= DIFFERENCES:
+            number = taken - explained if what else failing
             found = (
                 f"{self.function} is wrong{where}: no deviation explains how.",
-                f"{unexplained} of {taken} problems show it.",
+                f"{number} of {taken} problems show it.",
             )
             return (*found, f"Besides, {what}.") if what else found
+        if not explained:
+            shown = f"{failing} of {taken} problems show it."
+            return f"{self.function} is wrong{where}: {what}.", shown
         share = f"all {taken}" if explained == taken else f"{explained} of the {taken}"
         evidence = f"This explains {share} problems that it takes."
         if explained < taken and all(

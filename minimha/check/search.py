@@ -66,6 +66,7 @@ FEW = 4  # answers that one deviation may leave unexplained before pairs are tri
 SAMPLE = 10  # the number of problems by which hypotheses are ranked
 SHARE = 0.5  # the least share of wrong answers that a named set must explain
 NEARLY_ALL = 0.95  # the least share of all answers, for a set with lost precision
+MOST_SHARED = 3  # conditions on problems that no deviation explains
 MOST_CONDITIONAL = 3  # deviations under conditions that one function may have
 FEW_SCORES = 1 << 17  # scores of a problem whose arrays are kept
 MOST_FITS = 10_000  # no new set is tried after this many comparisons
@@ -250,6 +251,26 @@ def _clauses(wrong: Sequence[Known], right: Sequence[Known]) -> list[list[str]]:
         others = [x for x in right if all(map(x.holds, some))]
         some += [c for c in apart if not all(x.holds(c) for x in others)]
     return [some for some in found if some]
+
+
+def shared(wrong: Sequence[Known], right: Sequence[Known]) -> str:
+    """Return up to ``MOST_SHARED`` conditions that hold for all wrong problems, as a clause.
+
+    Each leaves out as many of the right problems as it can. Returns "" if none leaves out any.
+    """
+    always = sorted(frozenset.intersection(*(x.conditions for x in wrong)) - USUAL)
+    chosen: list[str] = []
+    while right and len(chosen) < MOST_SHARED:
+        ends = (
+            limits([x.graded for x in wrong], [x.graded for x in right]) if wrong[0].sizes else []
+        )
+        left = {c: [x for x in right if x.holds(c)] for c in (*always, *ends)}
+        best = min(left, key=lambda c: len(left[c]), default="")
+        if not best or len(left[best]) == len(right):
+            break
+        chosen.append(best)
+        right = left[best]
+    return " and ".join(", ".join(chosen).rsplit(", ", 1))
 
 
 def _fingerprint(prediction: Deviated | None) -> Any:

@@ -19,11 +19,11 @@ from minimha.check.answer import Answer
 from minimha.check.catalogue import DEVIATIONS
 from minimha.check.catalogue_delta import CLEARING, IN_16_BITS, NAN_LEAKS
 from minimha.check.catalogue_indexer import TIES
-from minimha.check.conditions import shared, sizes_of_wrong
+from minimha.check.conditions import sizes_of_wrong
 from minimha.check.problems import Graded
 from minimha.check.readings import Reading
 from minimha.check.rounding import format_of
-from minimha.check.search import NONE, Hypothesis, Search, known, names_of
+from minimha.check.search import NONE, Hypothesis, Search, known, names_of, shared
 from minimha.check.wrong_attention import HIDDEN_ROWS, LEAKS
 
 Verdict = Literal["right", "differs", "wrong", "cannot tell"]
@@ -39,7 +39,6 @@ TOLERANCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}  # of relations 
 GENERAL = {
     "offset_moved", "causal_in_blocks", "kv_batch_0_for_all", "sequences_end_at_empty", *IN_16_BITS,
 }  # fmt: skip
-DESCRIBED = ("attention", "delta rule")  # kinds of problems that ``conditions`` knows
 NUMBERS = 4096  # of each output, looked at for the format that they were rounded to
 WIDER = ("float32", "float64")  # output dtypes that lose no precision
 
@@ -204,14 +203,13 @@ def _conditions(found: Hypothesis) -> dict[str, str]:
 
 def _unexplained(search: Search, left: Sequence[int]) -> str:
     """Return a clause that holds in the problems ``left``, and in few that are right."""
-    wrong = [search.known[n].graded for n in left]
-    if not wrong or any(problem.kind not in DESCRIBED for problem in wrong):
-        return ""
-    others = [search.known[n].graded for n in search.taken if n not in left]
-    if all(problem.family == "sized" for problem in wrong):
-        drawn = [problem for problem in others if problem.family]
-        return sizes_of_wrong(wrong, drawn) or shared(wrong, others)
-    return shared(wrong, others)
+    wrong = [search.known[n] for n in left]
+    others = [search.known[n] for n in search.taken if n not in left]
+    if wrong and all(x.graded.family == "sized" for x in wrong):
+        drawn = [x.graded for x in others if x.graded.family]
+        if clause := sizes_of_wrong([x.graded for x in wrong], drawn):
+            return clause
+    return shared(wrong, others) if wrong else ""
 
 
 def _rounded_to(answers: Sequence[Answer], dtype: str) -> str | None:

@@ -32,10 +32,10 @@ def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[An
 
     ``split`` is ("parts", 4) for 4 parts, of which the last may be shorter, ("floors", 4) for 4
     parts, of which the last may be longer, or ("keys", 64) for parts of 64 keys. ("at most 8", 64)
-    is as many equal parts as there are blocks of 64 keys, up to 8; of ("at least 64", 8), up to 8
-    equal parts, none but the last has fewer keys than 64. ("first", 64) is the first 64 keys, and
-    the rest. ("every", 2) is each second key, from the first and from the second on. A
-    kind that ends with ``EMPTY_TOO`` has the same parts.
+    is as many equal parts as there are blocks of 64 keys, up to 8. ("at least 64", 8) is 8 equal
+    parts, or parts of 64 keys if these are longer. ("first", 64) is the first 64 keys, and the
+    rest. ("every", 2) is each second key, from the first and from the second on. A kind that ends
+    with ``EMPTY_TOO`` has the same parts.
     """
     kind, n = split
     kind = kind.removesuffix(EMPTY_TOO)

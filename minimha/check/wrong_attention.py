@@ -378,14 +378,14 @@ class _Deviation(Scores):
         if self.is_mean:
             rounding = FLOAT32 * 2 * np.where(np.isfinite(L), abs(L), 0)  # of L in exp(s - L)
             self.bound = self.bound + rounding * np.where(np.isfinite(self.O), abs(self.O), 0)
-        sinks = self.sinks_used()
         if "lse_without_sink" in d:
             sees, keys = self.has_score.any(-1, keepdims=True), _log_sum_exp(self.S)
             L = np.where((total == 0) & sees, keys, L)
             is_lost = sees & (self.top - keys > OVERFLOW["float32"])  # beside a large sink
             self.is_lse_free = self.is_lse_free | is_lost[..., 0]
+            sinks = self.sinks_used()
             if d["lse_without_sink"] == "where a key is seen" and sinks is not None:
-                L = np.where(self.has_score.any(-1, keepdims=True), L, sinks)
+                L = np.where(sees, L, sinks)
         L = logarithm if "lse_without_maximum" in d else L
         if "lse_unscaled" in d:
             L = _log_sum_exp(np.where(self.visible, self.raw, -np.inf))

@@ -36,7 +36,7 @@ SPLITTING = (
     "delta_chunk_sums_not_restarted", "delta_chunk_beta_of_column", "delta_chunk_correction_sign",
 )  # fmt: skip
 OTHER_BASE = "delta_chunk_state_decays_in_other_base"
-EXPONENTS = {"2^(1 / ln 2)": 1 / math.log(2), "2": math.log(2)}
+EXPONENTS = {"e^(1 / ln 2)": 1 / math.log(2), "2": math.log(2)}  # of exp(g), for each base
 IN_BLOCKS = "delta_chunk_solved_in_blocks", "delta_chunk_block_decay_lost"
 SERIES, SPLIT = "delta_chunk_series_short", "delta_decay_split_clamped"
 LARGEST_SUM = 87.0  # of -g in a chunk of 64 tokens: exp of more is infinite in float32

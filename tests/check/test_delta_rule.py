@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from check.mutants import answers
-from thorough import thorough_after
+from thorough import in_turn, thorough_after
 
 import minimha
 from minimha.check import check, page
@@ -18,7 +18,6 @@ from minimha.check.verdict import judge
 from minimha.check.wrong_delta import PreparedDelta, deviate_delta
 
 NAMES = [one.identifier for one in OF_DELTA]
-IN_TURN = [*NAMES[::2], *NAMES[1::2]]
 SPEAKS, SEED = "gated_delta_rule", 5
 
 
@@ -37,7 +36,7 @@ def test_without_deviations_it_is_the_rule():
             np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", thorough_after(30, IN_TURN))
+@pytest.mark.parametrize("name", thorough_after(30, in_turn(NAMES)))
 def test_one_deviation_is_named(name):
     """In its usual form; ``python -m tests.check.measure`` tries all forms."""
     found = judged({name: DEVIATIONS[name].values[0]})
@@ -113,8 +112,10 @@ def test_a_port_is_named_with_what_it_refuses():
     assert "beta" not in [row["option"] for row in report.conformance()]
 
 
-def in_turn(q, k, v, g, beta, *, cu_seqlens=None, initial_state=None, over_heads=False, late=0):
-    """A port token by token; sequences begin ``late`` tokens too late."""
+def token_by_token(
+    q, k, v, g, beta, *, cu_seqlens=None, initial_state=None, over_heads=False, late=0
+):
+    """A port; sequences begin ``late`` tokens too late."""
     axes = (1, 3) if over_heads else 3
     q, k = (x / np.sqrt((x * x).sum(axes, keepdims=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat(v.shape[1] // x.shape[1], 1) for x in (q / np.sqrt(q.shape[-1]), k))
@@ -142,9 +143,11 @@ def in_turn(q, k, v, g, beta, *, cu_seqlens=None, initial_state=None, over_heads
         ({"late": 1}, ("delta_sequences_border_moved",)),
     ],
 )
-def test_ports_in_turn_are_named(how, named):
+def test_ports_token_by_token_are_named(how, named):
     def port(q, k, v, g, beta, *, cu_seqlens=None, initial_state=None):
-        return in_turn(q, k, v, g, beta, cu_seqlens=cu_seqlens, initial_state=initial_state, **how)
+        return token_by_token(
+            q, k, v, g, beta, cu_seqlens=cu_seqlens, initial_state=initial_state, **how
+        )
 
     assert check(port, SPEAKS).deviations == named
 

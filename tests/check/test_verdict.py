@@ -10,7 +10,7 @@ from check.mutants import DTYPES, ROUNDED_BY, answered_by, answers
 from check.pairs import of_attention, verdict_on
 from check.right import random_kernel
 from check.wrong import WRONG
-from thorough import thorough_after
+from thorough import in_turn, thorough_after
 
 import minimha
 from minimha.check.answer import Answer
@@ -21,7 +21,6 @@ from minimha.check.verdict import DIFFERENCES, judge
 from minimha.layers import KVCache, MultiHeadAttention, RoPE
 
 OF_ATTENTION = [deviation.identifier for deviation in of_attention()]
-IN_TURN = [*OF_ATTENTION[::2], *OF_ATTENTION[1::2]]  # half of the names of each stage first
 
 
 @cache
@@ -43,7 +42,7 @@ def answered(function, dtype="float32"):
     return answered_by(function, problems_in(dtype))
 
 
-@pytest.mark.parametrize("identifier", thorough_after(100, IN_TURN))
+@pytest.mark.parametrize("identifier", thorough_after(100, in_turn(OF_ATTENTION)))
 def test_one_deviation_is_named(identifier):
     found = judged({identifier: DEVIATIONS[identifier].values[0]})
     verdict = "differs" if identifier in DIFFERENCES else "wrong"

@@ -57,7 +57,7 @@ HALF = 0.5
 def _table(kind, increase):
     """Return the upper and lower bytes of the bfloat16 bits of the magnitudes 0 to 127.
 
-    int8 numbers have a certain ``increase``.
+    int8 numbers are increased by ``increase``, 0 or ``HALF``.
     """
     code = np.arange(128)
     if kind.dtype == types.int8:
@@ -206,7 +206,7 @@ def _scores(queries):
                 for x, array in ((0, K), (3, Q), (5, S))
             )
             rows_of_Q = [builder.gep(Q, [builder.mul(INT(g), q_row)]) for g in range(queries)]
-            last, increase = builder.sub(n, INT(1)), HALF * (kinds[0].dtype == types.int8)
+            last, increase = builder.sub(n, INT(1)), HALF if kinds[0].dtype == types.int8 else 0.0
 
             def words_of(row, d):
                 """Generate the numbers of a row of Q for columns from d on."""
@@ -419,7 +419,8 @@ def round_queries(Q, rows, depth, to):
     """Write ``rows`` rows of Q, of ``depth`` bfloat16 numbers each, for ``byte_products``.
 
     The numbers of a piece of 128 bits are repeated ``COPIES`` times before the next. Returns
-    whether all are finite, without which ``byte_products`` would take the wrong ones for NaN.
+    whether all are finite. If not, ``byte_products`` must not be called: infinity plus a half of it
+    minus that half is NaN.
     """
     bits, numbers, are_finite = bits_of(Q), PIECE // 16, True
     for first in range(0, rows * depth, numbers):
