@@ -1,6 +1,7 @@
 """Odd and hostile command lines, all of which end in a status and perhaps a sentence.
 
-Every case has a number, which is its test's name: ``pytest tests/cli/test_corpus.py -k 0123``.
+Every case has a number, which is its test's name:
+``pytest -m "" tests/cli/test_corpus.py -k 0123``.
 """
 
 import io
@@ -19,6 +20,7 @@ from unicodedata import category
 
 import numpy as np
 import pytest
+from thorough import in_turn, thorough_after
 
 from minimha.cli import build_parser, main
 from minimha.cli.inputs import KEYS
@@ -388,7 +390,11 @@ def bounded():
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-@pytest.mark.parametrize("arguments", CASES, ids=[f"{n:04}" for n in range(len(CASES))])
+@pytest.mark.parametrize(
+    "arguments",
+    thorough_after(len(CASES) // 2, in_turn(CASES)),
+    ids=[f"{n:04}" for n in in_turn(range(len(CASES)))],
+)
 def test_a_case_ends_in_a_status_and_a_sentence(arguments, tmp_path, monkeypatch, capsys):
     here = tmp_path / "a" / "b"
     here.mkdir(parents=True)
