@@ -40,7 +40,7 @@ CROSSED = (
     ("is_causal", "window_size", "kv_lengths", "alibi_slopes", "softcap", "groups"),
 )  # fmt: skip
 OVER_SCORES = (("attn_mask",), ("attn_bias",))  # not taken beside packed sequences or pages
-PAGES = (4, 16, 32, 24)  # keys of a page
+PAGES = (16, 4, 32, 24, 64, 256)  # keys of a page
 DECODING, ENDS = "one query", "at the ends"  # of the keys, as where a kernel decodes
 QUERIES, KEYS = np.array([3, 5, 2]), np.array([7, 6, 9])  # of packed sequences
 EQUAL = np.array([4, 4, 4]), np.array([9, 9, 9])  # sequences that only their offsets tell apart
@@ -60,20 +60,22 @@ def arranged(seed: int = 0, D: int = 8) -> tuple[Graded, ...]:
 
 
 @lru_cache(maxsize=2048)
-def rearranged(problem: Graded, kinds: tuple[str, ...], seed: int) -> Graded | None:
+def rearranged(
+    problem: Graded, kinds: tuple[str, ...], seed: int, page: int = PAGES[0]
+) -> Graded | None:
     """Return a problem of ``crossed`` with one option of ``KINDS``, or two of ``PAIRS``.
 
     The numbers stay as they are: keys move into pages, and batch entries become packed sequences,
     with a sequence without queries between them. Functions, indices of keys and 8-bit numbers are
-    added. Returns None if the problem excludes such an option.
+    added. A ``page`` has so many keys. Returns None if the problem excludes such an option.
     """
     found: Graded | None = problem
     for kind in kinds:
-        found = found and _rearranged(found, kind, seed)
+        found = found and _rearranged(found, kind, seed, page)
     return found
 
 
-def _rearranged(problem: Graded, kind: str, seed: int) -> Graded | None:
+def _rearranged(problem: Graded, kind: str, seed: int, page: int) -> Graded | None:
     given, draw = dict(problem.arguments), Draw(f"{problem.name} {kind} {seed}")
     (B, _, Lq, _), (_, Hkv, Lk, _) = given["q"].shape, given["k"].shape
     offset = np.broadcast_to(given.get("q_offset", max(Lk - Lq, 0)), (B,))
@@ -82,7 +84,7 @@ def _rearranged(problem: Graded, kind: str, seed: int) -> Graded | None:
         given["q_offset"] = offset
     if kind == "block_table":
         lengths = np.broadcast_to(given.get("kv_lengths", Lk), (B,))
-        given |= _in_pages(draw, given) | {"kv_lengths": lengths}
+        given |= _in_pages(draw, given, page) | {"kv_lengths": lengths}
     elif kind == "cu_seqlens_q":
         if {"attn_mask", "attn_bias"} & set(given):
             return None
@@ -99,9 +101,9 @@ def _rearranged(problem: Graded, kind: str, seed: int) -> Graded | None:
     return kept(replace(_problem(problem.name, kind, given), family=family))
 
 
-def _in_pages(draw: Draw, given: dict[str, Any]) -> dict[str, Any]:
-    """Return keys, values and a table of pages of 16 keys in any order."""
-    size, (B, _, Lk, _) = PAGES[1], given["k"].shape
+def _in_pages(draw: Draw, given: dict[str, Any], size: int) -> dict[str, Any]:
+    """Return keys, values and a table of pages of ``size`` keys in any order."""
+    B, _, Lk, _ = given["k"].shape
     number = -(-Lk // size)
     table = _table(draw, B, number)
     found: dict[str, Any] = {"block_table": table}
@@ -141,7 +143,7 @@ def _picks(draw: Draw, given: dict[str, Any]) -> Any:
     seen = visible.reshape(B, Hkv, -1, Lq, Lk).all(2)
     turns = draw.rng.random(seen.shape) - seen
     picks = turns.argsort(-1)[..., :5]
-    return np.insert(picks, 3, -1, axis=-1).astype(np.int32)
+    return np.insert(picks, min(3, Lk), -1, axis=-1).astype(np.int32)
 
 
 def kinds_of(problem: Graded) -> list[str]:
@@ -253,22 +255,23 @@ def _table(draw: Draw, B: int, number: int) -> Any:
 
 def _paged(seed: int, D: int) -> Iterator[Graded]:
     """Yield problems with pages of several sizes, private and shared ones."""
-    for size in PAGES:
-        rows: list[tuple[str, ...]] = [
-            (), ("shares",), ("is_causal",), (ENDS, "is_causal"), (DECODING,),
-            (DECODING, ENDS, "is_causal", "groups"),
-        ]  # fmt: skip
-        for on in rows if size != 16 else [*rows, *CROSSED[1:]]:
-            name = ", ".join([f"pages of {size}", *on])
-            draw = Draw(f"paged {name} {seed}")
-            Hkv, Lq = 2 if "groups" in on else 4, 1 if DECODING in on else 5
-            given = _pool(draw, size, 4, Hkv, D, shares="shares" in on, Lq=Lq)
-            given |= _options(draw, on, 4, IN_PAGES - 3)
-            if "window_size" in given:
-                given["window_size"] = (17, 2)
-            if POSITIONAL & {*on}:
-                given["q_offset"] = IN_PAGES - (Lq if ENDS in on else 8)
-            yield _problem(name, "block_table", given)
+    rows: list[tuple[str, ...]] = [
+        (), (DECODING,), ("shares",), ("is_causal",), (ENDS, "is_causal"),
+        (DECODING, ENDS, "is_causal", "groups"),
+    ]  # fmt: skip
+    asked = [(on, size) for on in rows for size in PAGES]
+    asked += [(on, PAGES[0]) for on in CROSSED[1:]]
+    for on, size in asked:
+        name = ", ".join([f"pages of {size}", *on])
+        draw = Draw(f"paged {name} {seed}")
+        Hkv, Lq = 2 if "groups" in on else 4, 1 if DECODING in on else 5
+        given = _pool(draw, size, 4, Hkv, D, shares="shares" in on, Lq=Lq)
+        given |= _options(draw, on, 4, IN_PAGES - 3)
+        if "window_size" in given:
+            given["window_size"] = (17, 2)
+        if POSITIONAL & {*on}:
+            given["q_offset"] = IN_PAGES - (Lq if ENDS in on else 8)
+        yield _problem(name, "block_table", given)
     for size in LARGE_PAGES:
         draw = Draw(f"pages of {size}, more keys than a block {seed}")
         given = _pool(draw, size, 4, 2, D, lengths=BLOCKS_IN_PAGES, unused=1)
@@ -378,7 +381,7 @@ def _scaled(seed: int, D: int) -> Iterator[Graded]:
         yield _scaled_problem(name, draw, given, shape)
         if shape != (4,):
             yield from _scaled_float8(name, draw, given, shape)
-    for size in PAGES[:2]:
+    for size in PAGES[1::-1]:
         draw = Draw(f"scaled pages of {size} {seed}")
         given = _pool(draw, size, 4, 2, D)
         yield _scaled_problem(f"pages of {size}", draw, given, given["k"].shape[:3])

@@ -9,6 +9,7 @@ only for a function that is right at small sizes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -17,7 +18,7 @@ from secrets import randbits
 import numpy as np
 
 from minimha.check.answer import NOT_ASKED, Answer
-from minimha.check.arranged import PAIRS, arranged, kinds_of, rearranged
+from minimha.check.arranged import PAGES, PAIRS, arranged, kinds_of, rearranged
 from minimha.check.compared import compare
 from minimha.check.conditions import OPTIONS, sizes
 from minimha.check.crossed import (
@@ -34,6 +35,7 @@ from minimha.check.crossed import (
     long,
     rows,
 )
+from minimha.check.drawn import drawn, fewer
 from minimha.check.problems import TWO_AXES, Graded, with_four_axes
 from minimha.check.search import NONE, known
 from minimha.check.sized import ALONE, CUT, cut, sized
@@ -51,8 +53,12 @@ NEEDED: tuple[Switches, ...] = (
     frozenset(), *(frozenset({s}) for s in ("one query", "is_causal", "window_size")),
 )  # fmt: skip
 WIDE, WIDEST = 128, 192  # widths of heads, with which each option is asked again
+BLOCK = 64  # keys that kernels take at once
+WIDTHS = (64, 128)  # of heads, for functions that take no plain problem
+PATIENCE = 12  # problems of a kind that are refused before it counts as not taken
 LARGEST = 1024  # width, and divisor of lengths, that may be declared
 MOST_SHRUNK = 3
+MANY, FEW = 50, 3  # shapes of random problems; other libraries may compile for each
 ROUNDS = 8  # times that rows are chosen again, without switches that exclude each other
 
 
@@ -112,6 +118,7 @@ class Asking:
     seed: int
     limits: Limits = Limits()
     arranges: bool = True  # whether packed sequences, pages and functions may be asked
+    page: int = PAGES[0]  # keys
     answers: dict[Graded, Answer] = field(default_factory=dict)
 
     def all(self, problems: Sequence[Graded]) -> list[Answer]:
@@ -139,12 +146,35 @@ class Asking:
             return
         singles, others = self._meet(*fitting)
         small = [p for p in self.answers if p.family and p.family != "sized"]
-        if self.arranges:
-            self._arrange(fitting[0], others)
+        kinds = self._arrange(fitting[0], others) if self.arranges else []
         if not any(self.is_wrong(p, asks_lse=False) for p in small):
             self.all([*sized(self.seed), *self._wide(fitting[0], singles)])
+            some, always = fitting[0], frozenset.intersection(*singles)
+            random = self._draw(some, always, frozenset().union(*singles), kinds)
+            self.all(random)
+            for p in [p for p in random if self.is_taken(p) and self.is_wrong(p)][:MOST_SHRUNK]:
+                self._leave_out(p)
             self._narrow()
             self._compare_batches()
+
+    def _draw(
+        self, some: Sizes, needed: Switches, taken: Switches, kinds: Sequence[tuple[str, ...]]
+    ) -> list[Graded]:
+        """Ask random problems with options of ``kinds`` in turn, and return those without them."""
+        problems = drawn(taken, needed, some, self.seed, MANY if self.arranges else FEW)
+        for n, problem in enumerate(problems if kinds else ()):
+            if other := rearranged(problem, kinds[n % len(kinds)], self.seed, self.page):
+                self.all([other])
+        return problems
+
+    def _leave_out(self, problem: Graded) -> None:
+        """Ask a wrong problem with fewer options, until it needs each of them to be wrong."""
+
+        @cache
+        def of(options: Switches) -> Graded:
+            return fewer(problem, options)
+
+        smallest(frozenset(OPTIONS) & {*problem.options}, lambda on: self.is_wrong(of(on)))
 
     def _meet_two_axes(self, graded: Sequence[Graded]) -> None:
         """Note a mask, or bias, of two axes that is misread, if that of four is read rightly."""
@@ -195,56 +225,81 @@ class Asking:
                 least, most = (middle, most) if self.is_wrong(problem) else (least, middle)
 
     def _wide(self, some: Sizes, taken: Sequence[Switches]) -> list[Graded]:
-        """Return problems for each switch alone, with wider heads than in ``some``."""
+        """Return problems for each switch alone, with wide heads and in whole blocks of keys."""
         needed = frozenset.intersection(*taken)
         alone = [on for on in taken if len(on - needed) == 1 and on - needed <= {*OPTIONS}]
-        sets = [*((on, WIDE) for on in taken), *((on, WIDEST) for on in alone)]
-        problems = [crossed(on, replace(some, D=D), self.seed) for on, D in sets if some.D < D]
+        whole = Sizes(int(np.lcm(some.unit, BLOCK)), max(some.D, WIDE))
+        wide = replace(some, D=max(some.D, WIDEST))
+        pairs = [*((on, whole) for on in taken), *((on, wide) for on in alone)]
+        problems = [crossed(on, new, self.seed) for on, new in pairs if new != some]
         return [replace(problem, family="sized") for problem in problems]
 
     def _meet_arranged(self) -> None:
         """Ask a function that may need pages, or packed sequences, since it takes no plain problem.
 
-        As in ``_meet``, rows have the switches that are taken alone.
+        Heads are as wide as it takes. As in ``_meet``, rows have the switches that are taken alone.
         """
-        for kinds in self._arrange(PLAIN, ()):
-            singles = [on for on in alone() if self._ask_rearranged([on], kinds, PLAIN)]
-            taken = frozenset().union(*singles)
-            rest = [*rows(taken, PLAIN, self.seed), *long(taken)]
-            self._ask_rearranged(rest, kinds, PLAIN)
-            self._ask_rearranged(singles, kinds, replace(PLAIN, D=WIDEST))
+        for some in (PLAIN, *(replace(PLAIN, D=D) for D in WIDTHS)):
+            kinds = self._arrange(some, ())
+            for one in kinds:
+                for needed in NEEDED:
+                    if self._ask_rearranged([needed], one, some):
+                        self._meet_rearranged(one, some, needed)
+                        break
+            if kinds:
+                break
+
+    def _meet_rearranged(self, kinds: tuple[str, ...], some: Sizes, needed: Switches) -> None:
+        sets = [on | needed for on in alone()]
+        singles = [on for on in sets if self._ask_rearranged([on], kinds, some)]
+        taken = frozenset().union(*singles)
+        rest = [on | needed for on in (*rows(taken, some, self.seed), *long(taken))]
+        self._ask_rearranged(rest, kinds, some)
+        self._ask_rearranged(singles, kinds, replace(some, D=WIDEST))
+        self._draw(some, needed, taken, [kinds])
 
     def _ask_rearranged(
         self, sets: Sequence[Switches], kinds: tuple[str, ...], some: Sizes
     ) -> bool:
-        """Ask problems with options of ``kinds`` added; return whether all are taken."""
-        plain = [crossed(on, some, self.seed) for on in sets]
-        found = [p for p in (rearranged(x, kinds, self.seed) for x in plain) if p is not None]
+        """Ask problems with options of ``kinds`` added; return whether all are taken.
+
+        Packed sequences are three, with offsets of their own in every other problem.
+        """
+        if "cu_seqlens_q" in kinds:
+            more = {"batch"}, {"batch", "by entry"}
+            sets = [on | more[n % 2] for n, on in enumerate(sets)]
+        plain = [crossed(on, some, self.seed) for on in dict.fromkeys(sets)]
+        found = [p for x in plain if (p := rearranged(x, kinds, self.seed, self.page)) is not None]
         return all(answer.refusal is None for answer in self.all(found)) and bool(found)
 
     def _arrange(self, some: Sizes, answered: Sequence[Switches]) -> list[tuple[str, ...]]:
-        """Ask the problems of each kind whose plainest one is taken, and return these kinds.
+        """Ask problems of each kind, unless the plainest are all refused, and return what is taken.
 
         Problems that were ``answered`` without an option of these kinds are asked with it, too, and
         every third with both options of a pair. If nothing else is taken, pairs are tried, too.
         Each kind is also asked with many keys and wide heads.
         """
-        taken: dict[str, bool] = {}
+        taken: dict[str, int] = {}  # by kind, keys in a page of the first problem
+        refused: Counter[str] = Counter()
         for problem in arranged(self.seed, some.D):
             own = kinds_of(problem)
-            if all(taken.get(kind, True) for kind in own):
-                is_taken = self.is_taken(problem)
-                for kind in own:
-                    taken.setdefault(kind, is_taken)
-        kinds: list[tuple[str, ...]] = [(kind,) for kind, is_taken in taken.items() if is_taken]
+            if any(refused[kind] >= PATIENCE and kind not in taken for kind in own):
+                continue
+            if not self.is_taken(problem):
+                refused.update(own)
+            elif len(own) == 1:
+                taken.setdefault(own[0], problem.arguments["k"].shape[2])
+        self.page = taken.get("block_table", self.page)
+        kinds: list[tuple[str, ...]] = [(kind,) for kind in taken]
         pairs = [
             pair for pair in PAIRS
             if all((kind,) in kinds for kind in pair) or not (kinds or answered)
-            if self._ask_rearranged([frozenset()], pair, some)
+            if any(self._ask_rearranged([needed], pair, some) for needed in NEEDED[:2])
         ]  # fmt: skip
         for one in kinds:
             self._ask_rearranged(answered, one, some)
-            self._ask_rearranged([frozenset({LONG})], one, replace(some, D=max(some.D, WIDEST)))
+            for D in {some.D, max(some.D, WIDEST)}:
+                self._ask_rearranged([frozenset({LONG})], one, replace(some, D=D))
         for pair in pairs:
             self._ask_rearranged(answered[::3], pair, some)
         return kinds or [*pairs]

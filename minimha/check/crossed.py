@@ -115,7 +115,7 @@ def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
     if "attn_bias" in on:
         given["attn_bias"] = draw.numbers(*rows, Lq, Lk, spread=1.5)
     if "attn_mask" in on:
-        given["attn_mask"] = _mask(given, rows, draw.rng)
+        given["attn_mask"] = mask_showing(0.6, given, rows, draw.rng)
     if "alibi_slopes" in on:
         slopes = np.geomspace(0.5, 0.0625, H) * 10 / Lk
         given["alibi_slopes"] = (2.0 ** np.round(np.log2(slopes))).astype(np.float32)
@@ -163,8 +163,10 @@ def _first_query(on: Switches, Lq: int, Lk: int, step: int) -> int:
     return max(Lk - Lq, 0)
 
 
-def _mask(given: Mapping[str, Any], rows: tuple[int, int], rng: np.random.Generator) -> Array:
-    """Return a mask that shows three fifths of each row's visible keys, and of its hidden keys."""
+def mask_showing(
+    share: float, given: Mapping[str, Any], rows: tuple[int, int], rng: np.random.Generator
+) -> Array:
+    """Return a mask that shows this share of each row's visible keys, and of its hidden keys."""
     x = Problem.of(**given)
     (B, H, Lq, _), Lk = x.q.shape, x.k.shape[2]
     visible = np.broadcast_to(x.visible(slice(0, Lq), slice(0, Lk)), (B, H, Lq, Lk))
@@ -172,8 +174,8 @@ def _mask(given: Mapping[str, Any], rows: tuple[int, int], rng: np.random.Genera
         visible = np.asarray(visible.all((0, 1), keepdims=True))
     chance = np.where(visible, rng.random(visible.shape), 2)
     place = chance.argsort(-1).argsort(-1)  # of each key among those of its row, visible ones first
-    kept = np.ceil(0.6 * visible.sum(-1, keepdims=True))
-    return np.where(visible, place < np.maximum(kept, 1), rng.random(visible.shape) < 0.6)
+    kept = np.ceil(share * visible.sum(-1, keepdims=True))
+    return np.where(visible, place < np.maximum(kept, 1), rng.random(visible.shape) < share)
 
 
 # What forgetting changes, and which rows show it.

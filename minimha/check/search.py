@@ -68,7 +68,8 @@ SHARE = 0.5  # the least share of wrong answers that a named set must explain
 NEARLY_ALL = 0.95  # the least share of all answers, for a set with lost precision
 MOST_SHARED = 3  # conditions on problems that no deviation explains
 MOST_CONDITIONAL = 3  # deviations under conditions that one function may have
-FEW_SCORES = 1 << 17  # scores of a problem whose arrays are kept
+FEW_SCORES = 1 << 17  # scores of a problem whose answers with bugs are kept
+FEW_NUMBERS = 1 << 16  # of a problem whose arrays are kept in float64, with their products
 MOST_FITS = 10_000  # no new set is tried after this many comparisons
 NONE: Hypothesis = frozenset()
 
@@ -120,7 +121,9 @@ class Known:
     @property
     def prepared(self) -> AnyPrepared:
         """Return the problem's arguments in float64."""
-        if self.num_scores > FEW_SCORES:
+        arrays = [x for x in self.graded.arguments.values() if isinstance(x, np.ndarray)]
+        is_large = sum(x.size for x in arrays) + 2 * self.num_scores > FEW_NUMBERS
+        if is_large and self.graded.kind == "attention":
             return _prepared(self.graded, self.dtype)
         return self._prepared
 
@@ -217,7 +220,7 @@ def known(problem: Graded, dtype: str) -> Known:
 
 
 _small = lru_cache(maxsize=2048)(Known)
-_sized = lru_cache(maxsize=320)(Known)  # more than one function gets; their answers are large
+_sized = lru_cache(maxsize=640)(Known)  # more than one function gets; their answers are large
 
 
 def deviated(prepared: AnyPrepared, deviations: Mapping[str, Any]) -> Deviated:
@@ -364,15 +367,21 @@ class Search:
 
     def valued(self, hypothesis: Hypothesis, problems: Sequence[int]) -> Hypothesis:
         """Return the hypothesis with the values that leave the fewest ``problems`` unexplained."""
-        if self.left(hypothesis, problems):
-            for item in sorted(hypothesis, key=str):
-                others = [hypothesis - {item} | {other} for other in self.values_of(item)]
-                hypothesis = min((hypothesis, *others), key=lambda h: self.left(h, problems))
+        least = self.left(hypothesis, problems)
+        for item in sorted(hypothesis, key=str) if least else ():
+            rest = hypothesis - {item}
+            for other in self.values_of(item):
+                if (count := self.left(rest | {other}, problems, least)) < least:
+                    hypothesis, least = rest | {other}, count
         return hypothesis
 
-    def left(self, hypothesis: Hypothesis, problems: Sequence[int]) -> int:
-        """Return the number of ``problems`` that the hypothesis leaves unexplained."""
-        return sum(not self.fit(n, hypothesis).is_explained for n in problems)
+    def left(self, hypothesis: Hypothesis, problems: Sequence[int], most: int | None = None) -> int:
+        """Return the number of ``problems`` that the hypothesis leaves unexplained.
+
+        If it is above ``most``, it is only the first number above.
+        """
+        unexplained = (n for n in problems if not self.fit(n, hypothesis).is_explained)
+        return sum(1 for _ in islice(unexplained, None if most is None else most + 1))
 
     def conditional(self, hypothesis: Hypothesis) -> list[Hypothesis]:
         """Extend a hypothesis by deviations that occur only under conditions.
@@ -397,16 +406,17 @@ class Search:
                 return found if explained and enough else [hypothesis]
             telling = [n for n in small if _has_numbers(self.answers[n])] or small
             n = min(telling, key=self._plainness)
-            counts = {
-                h: len(self.contradicted(h, in_all=True))
-                for item in (item for items in self.known[n].kinds() for item in items)
-                if self.explains(n, found[0] | {item})
-                for h in self.under_conditions(n, found[0], item)
-            }
-            least = min(counts.values(), default=len(left))
-            if least >= len(left):
+            best, least = [], len(left) - 1
+            for item in (item for items in self.known[n].kinds() for item in items):
+                if not self.explains(n, found[0] | {item}):
+                    continue
+                for h in self.under_conditions(n, found[0], item):
+                    if (count := self.left(h, self.taken, least)) < least:
+                        best, least = [h], count
+                    elif count == least:
+                        best.append(h)
+            if not best:
                 break
-            best = [h for h, count in counts.items() if count == least]
             found = sorted(best, key=lambda h: (_num_conditions(h), _rank(h)))
             found = [h for h in found if _num_conditions(h) == _num_conditions(found[0])]
         return [hypothesis]
