@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.catalogue import DEVIATIONS, OR_ONE_PAGE
+from minimha.check.catalogue import DEVIATIONS, LONGEST, OR_ONE_PAGE
 from minimha.check.expanded import (
     INDICES,
     PACKING,
@@ -103,6 +103,7 @@ def heads_by(x: Prepared, way: str) -> Array:
         "(h mod G) · Hkv + h // G": h % G * x.Hkv + h // G, "h mod 16": h % 16, "h mod 8": h % 8,
         "h // G + h mod G": h // G + h % G, "h - h mod G": h - h % G,
         "(h mod 16) // G": h % 16 // G,
+        "h // 16 · 16 // G + (h mod 16) // G": h // 16 * 16 // G + h % 16 // G,
         "block of 4 heads, mod Hkv": (h // G * -(-G // 4) + h % G // 4) % x.Hkv,
         "h // Hkv": np.minimum(h // x.Hkv, x.Hkv - 1), "at most Hkv - 1": np.minimum(h, x.Hkv - 1),
     }  # fmt: skip
@@ -287,6 +288,25 @@ def _lengths(change: Callable[[Prepared, Array, Any], Any]) -> Alter:
     )
 
 
+def _rounded_up(x: Prepared, L: Array, value: Any) -> Any:
+    """Return lengths in whole blocks or pages, perhaps only if blocks divide the number of keys.
+
+    Without pages, all keys are one page of "page, up to the longest length".
+    """
+    if value == LONGEST:
+        page = _size(x, "page", x.Lk)
+        return np.minimum(-(-L // page) * page, L.max())
+    way, block = value if isinstance(value, tuple) else ("", _size(x, value))
+    return L if way and x.Lk % block else -(-L // block) * block
+
+
+def _from_first_sequence(x: Prepared, L: Array, _: Any) -> Any:
+    starts, lengths = (x.arguments.get(name) for name in ("cu_seqlens_k", "kv_lengths"))
+    if starts is None or lengths is None:
+        return L
+    return np.minimum(L, lengths - np.asarray(starts)[:-1])
+
+
 def _size(x: Prepared, block: Any, otherwise: int = 1) -> int:
     """Return the size of a block, or of the problem's pages, which is ``otherwise`` without any."""
     if block != "page":
@@ -428,7 +448,7 @@ ALTERATIONS: dict[str, Alter] = {
     "sink_exponentiated": _option("sinks", lambda x, a, _: np.exp(np.minimum(a, 80))),
     "lengths_one_too_long": _lengths(lambda x, L, more: L + more),
     "lengths_one_too_short": _lengths(lambda x, L, _: L - 1),
-    "lengths_rounded_up": _lengths(lambda x, L, page: -(-L // _size(x, page)) * _size(x, page)),
+    "lengths_rounded_up": _lengths(_rounded_up),
     "lengths_rounded_down": _lengths(lambda x, L, page: L // _size(x, page) * _size(x, page)),
     "lengths_lose_whole_page": _lengths(_lose_whole_page),
     "lengths_of_0_ignored": _lengths(lambda x, L, _: np.where(L == 0, x.Lk, L)),
@@ -438,6 +458,10 @@ ALTERATIONS: dict[str, Alter] = {
     "lengths_shared": _lengths(
         lambda x, L, of: np.minimum.accumulate(L) if of == "least so far" else getattr(L, of)()
     ),
+    "lengths_end_in_block_of_entry_0": _lengths(
+        lambda x, L, n: np.minimum(L, -(-L[:1] // n) * n)
+    ),
+    "lengths_from_first_sequence": _lengths(_from_first_sequence),
     "lengths_hide_queries": _hide_queries,
     "lengths_from_left": _from_left,
     "window_sides_swapped": _option("window_size", lambda x, w, _: (w[1], w[0])),
@@ -538,6 +562,27 @@ def _of_first_sequences(queries: Array, keys: Array, value: tuple[str, int]) -> 
     what, n = value
     lengths, s = np.diff(keys), np.arange(len(keys) - 1) % n
     return keys[s], keys[s] + (lengths[s] if what == "all" else lengths)
+
+
+def _unnumbered(x: Prepared, given: Mapping[str, Any], of: str) -> Mapping[str, Any]:
+    """Number only sequences that are not empty, for their borders or for offsets and lengths."""
+    starts = given.get("cu_seqlens_q")
+    if starts is None:
+        return {}
+    if of == "offsets and lengths":
+        number = np.maximum(np.cumsum(np.diff(starts) > 0) - 1, 0)
+        names = [n for n in ("q_offset", "kv_lengths") if np.size(given.get(n, 0)) > 1]
+        return {n: np.asarray(given[n])[number] for n in names}
+    names = [n for n in ("cu_seqlens_q", "cu_seqlens_k") if given.get(n) is not None]
+    borders = {n: np.unique(given[n]) for n in names}
+    changed = {n: np.pad(x, (0, len(starts) - len(x)), "edge") for n, x in borders.items()}
+    if of == "positions too":  # they count from the start of the sequence that had the number
+        moved = {n: (x - given[n])[:-1] for n, x in changed.items()}
+        of_keys = moved.get("cu_seqlens_k", 0)
+        changed["q_offset"] = given.get("q_offset", 0) + moved["cu_seqlens_q"] - of_keys
+        if given.get("kv_lengths") is not None:
+            changed["kv_lengths"] = np.maximum(given["kv_lengths"] - of_keys, 0)
+    return changed
 
 
 def _until_empty(queries: Array, keys: Array, _: Any) -> tuple[Array, Array]:
@@ -802,6 +847,7 @@ ARRANGED: dict[str, Alter] = {
     "pages_repeat": _pages(lambda table, n: table[:, np.arange(table.shape[1]) % n]),
     "sequences_repeat": _ranges(_of_first_sequences),
     "sequences_end_at_empty": _ranges(_until_empty),
+    "sequences_unnumbered": _unnumbered,
     "functions_ignore_offset": _indexed(lambda x, o, b, h, i, j: (b, h, i - o[b], j)),
     "functions_swap_positions": _indexed(lambda x, o, b, h, i, j: (b, h, j, i)),
     "functions_of_entry_0": _indexed(lambda x, o, b, h, i, j: (0 * b, h, i, j)),

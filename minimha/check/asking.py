@@ -342,10 +342,19 @@ class Asking:
         Returns what was taken alone, and what else was answered.
         """
         needed = needed | self._place(some, needed)
+        needs: dict[str, Switches] = {}  # of options that are not taken alone
+
+        def completed(on: Switches) -> Switches:
+            return on.union(needed, *(needs[s] for s in on if s in needs))
 
         def problem(on: Switches) -> Graded:
-            return crossed(on | needed, some, self.seed)
+            return crossed(completed(on), some, self.seed)
 
+        for option in OPTIONS:
+            for more in NEEDED:
+                if self.is_taken(crossed(needed | more | {option}, some, self.seed)):
+                    needs |= {option: more} if more else {}
+                    break
         singles = [on for on in alone() if self.is_taken(problem(on))]
         wrong = [on for on in singles if self.is_wrong(problem(on))]
         taken = frozenset(s for s in SWITCHES for on in singles if s in on)
@@ -368,7 +377,7 @@ class Asking:
             if len(excluded) == before:
                 break
         several = [on for on in long(taken) if self.is_taken(problem(on))]
-        return [on | needed for on in singles], [on | needed for on in (*answered, *several)]
+        return [*map(completed, singles)], [*map(completed, (*answered, *several))]
 
 
 def _differ(whole: Answer, alone: Answer) -> bool:

@@ -30,7 +30,7 @@ COLUMNS = ("columns of Q and K", "whole blocks of columns of Q and K")
 TEMPLATES = (32, 64, 96, 128, 192, 256)  # widths for which kernels are compiled
 MANY = (256, 512, 1024, 2048, 4096)
 SPLITS = (
-    *(("parts", n) for n in (2, 4, 8, 3)), *(("keys", n) for n in (*BLOCKS[:6], 96, 48)),
+    *(("parts", n) for n in (2, 4, 8, 3)), *(("keys", n) for n in (*BLOCKS[:6], 96, 48, 192)),
     ("floors", 2),
     *(("at most 8", n) for n in (*BLOCKS[:2], 128, 256)), *(("keys", n) for n in MANY),
     *(("at least 64", n) for n in (8, 4)),
@@ -39,14 +39,20 @@ SPLITS = (
 EMPTY_TOO = ", empty ones too"  # parts for which no key is left
 MISREAD = (
     "h // Hkv", "at most Hkv - 1", "reversed", "h >> log2 G", "h >> ceil log2 G",
-    "block of 4 heads, mod Hkv", "(h mod 16) // G",
+    "block of 4 heads, mod Hkv", "(h mod 16) // G", "h // 16 · 16 // G + (h mod 16) // G",
 )  # fmt: skip
 WEIGHINGS = (
     "mean", "sums", "all", "2^L", "2^(L - max)", "sums, max", "own maximum", "L of the last",
     "L of the largest", "maximum",
 )  # fmt: skip
 # Rows and keys of a tile.
-TILES = ((64, 64), (128, 128), (32, 32), (128, 64), (64, 32), (64, 128), (16, 16), (64, 16))
+UNEQUAL = ((128, 64), (64, 32), (64, 128), (32, 64), (64, 16))
+TILES = ((64, 64), (128, 128), (32, 32), (16, 16), *UNEQUAL)
+LONGEST = "page, up to the longest length"
+EMPTY_PARTS = (
+    *((kind, n) for n in BLOCKS[:6] for kind in ("keys", "first")), *SPLITS[:4],
+    *(("first of a tile", tile) for tile in TILES),
+)  # fmt: skip
 LAST_BLOCKS = tuple((of, n) for of in ("columns", "rows") for n in (64, 128, 32, 16))
 SORTED = ("longest first", "shortest first")  # batch entries
 HEADS = ("kv", "v", "k")  # what is indexed: K and V, or one of them
@@ -282,7 +288,7 @@ _ALL = [
          (*TILES, *((*tile, "at most Lq") for tile in TILES))),
         ("causal_loop_of_entry_0", "The loop over keys ends where batch entry 0's ends.",
          "Visit the keys up to the last row's i + q_offset of each batch entry.",
-         tuple((B, way) for way in ("in blocks", "in keys") for B in BLOCKS[:4])),
+         (*((B, B) for B in BLOCKS[:4]), *((B, 1) for B in BLOCKS[:4]), *UNEQUAL)),
         ("causal_loop_packed_short", "The loop over keys ends too early for the last packed rows.",
          "Divide the end of a tile of packed rows by the group's size, and round up.", BLOCKS[:4]),
         ("causal_loop_one_short", "The loop over keys misses a block that begins at the last row.",
@@ -472,7 +478,8 @@ _ALL = [
          "Compute every row; hide the keys j >= length.", ("too", "instead")),
         ("lengths_rounded_up", "kv_lengths are rounded up to whole pages or blocks.",
          "Hide the keys j >= length in the last page too.",
-         (16, 64, 32, 128, 8, 4, "page")),
+         (16, 64, 32, 128, 8, 4, "page", LONGEST,
+          *((f"blocks of {n}, if they divide Lk", n) for n in BLOCKS[:4]))),
     ),
     *stage("whose length", ("kv_lengths",),
         ("lengths_batch_0_for_all", "Batch entry 0's length is used for all.",
@@ -483,6 +490,11 @@ _ALL = [
          "Hide keys anew for each batch entry."),
         ("lengths_shared", "The least or the largest length is used for all.",
          "Use one length for each batch entry.", ("max", "min", "least so far")),
+        ("lengths_end_in_block_of_entry_0", "The loop over keys ends where batch entry 0's ends.",
+         "Visit the keys of each entry up to its length.", BLOCKS[:4]),
+        ("lengths_from_first_sequence",
+         "Packed keys are hidden from a row of all sequences on, not from one of their own.",
+         "Compare a length with the key's row in its sequence."),
     ),
     *stage("how what hides meets", HIDING,
         ("hides_only_together", "Of two that hide keys, a key that one of them shows is seen.",
@@ -530,6 +542,9 @@ _ALL = [
          "Count from each sequence's first query and key.", ("queries", "both")),
         ("sequences_end_at_empty", "Sequences after one without queries or keys are left out.",
          "Go on with the next sequence."),
+        ("sequences_unnumbered", "Empty sequences get no number: those after them have others'.",
+         "Number every sequence, also one without queries or keys.",
+         ("of queries or of keys", "offsets and lengths", "positions too")),
         ("sequences_share_offset", "One offset serves all packed sequences.",
          "A sequence's queries stand at its own last keys, unless q_offset is given.",
          tuple((of, places) for of in ("longest", "all rows") for places in PLACES)),
@@ -768,10 +783,10 @@ _ALL = [
          "Return -inf where the sum is 0."),
         ("part_without_keys_nan", "NaN where some part or block of the keys holds no visible key.",
          "Give such a part an output of 0, and a log-sum-exp of -inf.",
-         (*((kind, n) for n in BLOCKS[:6] for kind in ("keys", "first")), *SPLITS[:4])),
+         EMPTY_PARTS),
         ("part_without_keys_zero", "Zeros where some part or block of keys holds no visible key.",
          "Give such a part an output of 0, and a log-sum-exp of -inf.",
-         (*((kind, n) for n in BLOCKS[:6] for kind in ("keys", "first")), *SPLITS[:4])),
+         EMPTY_PARTS),
     ),
     *stage("parts that see nothing", ALWAYS,
         ("part_without_keys_counts", "A part that holds no visible key counts in the sum.",

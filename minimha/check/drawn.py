@@ -25,7 +25,7 @@ from minimha.check.crossed import (
 from minimha.check.problems import Draw, Graded, kept
 from minimha.equations.problem import Problem
 
-MORE_HEADS = ((8, 8), (5, 5), (12, 4), (32, 8), (28, 4), (16, 1), (40, 8), (24, 2))  # H, Hkv
+MORE_HEADS = ((8, 8), (5, 5), (12, 4), (32, 8), (28, 4), (32, 1), (40, 8), (24, 2))  # H, Hkv
 WIDTHS = (16, 24, 40, 64, 80, 96, 128, 160, 256, 256)
 LEAST, MOST_KEYS, MOST_QUERIES, FEW = 4, 700, 230, 80
 MOST_SCORES = 1 << 16
@@ -137,7 +137,7 @@ def _arguments(
     if "sinks" in on:
         given["sinks"] = draw.numbers(H, spread=2) + np.float32(rng.choice([0, 2]))
     if "scale" in on:
-        given["scale"] = float(rng.choice([0.125, 0.75, 1.5]) / np.sqrt(D / 8))
+        given["scale"] = float(rng.choice([0.4, 0.7, 1.6]) / np.sqrt(D))
     if "return_lse" in on:
         given["return_lse"] = True
     return given

@@ -406,15 +406,20 @@ class Search:
                 return found if explained and enough else [hypothesis]
             telling = [n for n in small if _has_numbers(self.answers[n])] or small
             n = min(telling, key=self._plainness)
+            tried = {
+                h: self.left(h, small)
+                for item in (item for items in self.known[n].kinds() for item in items)
+                if self.explains(n, found[0] | {item})
+                for h in self.under_conditions(n, found[0], item)
+            }
+            # Counting ends early if what explains much, and what is wrong and small, comes first.
+            order = sorted(self.taken, key=lambda n: (n not in left, self.known[n].num_scores))
             best, least = [], len(left) - 1
-            for item in (item for items in self.known[n].kinds() for item in items):
-                if not self.explains(n, found[0] | {item}):
-                    continue
-                for h in self.under_conditions(n, found[0], item):
-                    if (count := self.left(h, self.taken, least)) < least:
-                        best, least = [h], count
-                    elif count == least:
-                        best.append(h)
+            for h in sorted(tried, key=tried.__getitem__):
+                if (count := self.left(h, order, least)) < least:
+                    best, least = [h], count
+                elif count == least:
+                    best.append(h)
             if not best:
                 break
             found = sorted(best, key=lambda h: (_num_conditions(h), _rank(h)))

@@ -97,9 +97,9 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
         B_r, B_c = d["causal_loop_one_short"]
         seen = seen & (x.j < -(-(_last_row(x, B_r) + first) // B_c) * B_c)
     if "causal_loop_of_entry_0" in d:
-        size, way = d["causal_loop_of_entry_0"]
-        end = _last_row(x, size) + 1 + first[:1]
-        seen = seen & (x.j < (-(-end // size) * size if way == "in blocks" else end))
+        B_r, B_c = d["causal_loop_of_entry_0"]
+        end = _last_row(x, B_r) + 1 + first[:1]
+        seen = seen & (x.j < -(-end // B_c) * B_c)
     if "causal_loop_packed_short" in d:
         size, G = d["causal_loop_packed_short"], x.H // x.Hkv
         seen = seen & (x.j < (packed_rows(x) // size + 1) * size // G + first)
@@ -243,6 +243,14 @@ def before_diagonal(x: Prepared, tile: tuple[int, int]) -> Array:
     B_r, B_c = tile
     last = (x.j // B_c + 1) * B_c - 1  # key of its block
     return np.asarray((last <= x.i // B_r * B_r + x.offset) & (last < x.Lk))
+
+
+def first_of_tile(x: Prepared, tile: tuple[int, int]) -> Array:
+    """Return which keys are in the first block that a tile of rows visits, by its window."""
+    B_r, B_c = tile
+    left, _ = x.given.get("window_size") or (None, None)
+    start = x.i // B_r * B_r + x.offset - left if left is not None else 0 * x.offset
+    return np.asarray(x.j // B_c == np.maximum(start, 0) // B_c)
 
 
 def rows(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:

@@ -480,10 +480,18 @@ class _Deviation(Scores):
         if x.has_nan:
             self.settle_nan()
 
-    def lose_rows(self, kind: str, size: int, number: float) -> None:
-        """Set rows to ``number`` if they see no key in some part, or in the "first" one."""
-        seen = self.seen_in_parts((kind, size))
-        is_lost = np.asarray(~(seen[..., 0] if kind == "first" else seen.all(-1)))
+    def lose_rows(self, kind: str, size: Any, number: float) -> None:
+        """Set rows to ``number`` if they see no key in some part, or in the "first" one.
+
+        "first of a tile" is the block of keys where a tile of rows starts, with a window or none.
+        """
+        if kind == "first of a tile":
+            is_first = visible.first_of_tile(self.x, size)
+            has_sinks = self.x.problem.sinks is not None  # at which the maximum starts
+            is_lost = ~(self.visible & is_first).any(-1) & (not has_sinks)
+        else:
+            seen = self.seen_in_parts((kind, size))
+            is_lost = np.asarray(~(seen[..., 0] if kind == "first" else seen.all(-1)))
         self.others.append(np.where(is_lost[..., None], number, self.O))
         self.O = np.where((is_lost & ~self.x.sees_nothing)[..., None], number, self.O)
         self.is_lse_free = self.is_lse_free | is_lost

@@ -394,6 +394,84 @@ def up_to_an_empty_one(queries, keys):
     return keys[:-1], np.where(is_over, keys[:-1], keys[1:])
 
 
+def by_segments(counts_positions):
+    """A kernel that numbers packed rows by the distinct starts of sequences before them."""
+
+    def numbers(starts):
+        number = np.searchsorted(np.unique(starts), np.arange(starts[-1]), "right") - 1
+        begins = starts if counts_positions else np.unique(starts)
+        return number, np.arange(len(number)) - begins[number]
+
+    def attention(q, k, v, *, cu_seqlens_q, cu_seqlens_k, is_causal=False, q_offset=0,
+                  kv_lengths=None):  # fmt: skip
+        of_q, i = numbers(cu_seqlens_q)
+        of_k, j = numbers(cu_seqlens_k)
+        offset = np.broadcast_to(q_offset, (len(cu_seqlens_q) - 1,))
+        seen = of_q[:, None] == of_k
+        if is_causal:
+            seen &= j <= (i + offset[of_q])[:, None]
+        if kv_lengths is not None:
+            seen &= j < np.asarray(kv_lengths)[of_k]
+        return dense(q, k, v, attn_mask=seen)
+
+    return attention
+
+
+@pytest.mark.parametrize("counts_positions", [False, True])
+def test_sequences_without_a_number_are_named(counts_positions):
+    report = minimha.check(by_segments(counts_positions), seed=SEED)
+    assert (report.verdict, report.deviations) == ("wrong", ("sequences_unnumbered",)), str(report)
+
+
+def full_sequences_alone(q, k, v, *, cu_seqlens_q, cu_seqlens_k, q_offset=0, kv_lengths=None,
+                         is_causal=False):  # fmt: skip
+    number = np.maximum(np.cumsum(np.diff(cu_seqlens_q) > 0) - 1, 0)
+    if np.ndim(q_offset):
+        q_offset = q_offset[number]
+    if np.ndim(kv_lengths):
+        kv_lengths = kv_lengths[number]
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "is_causal": is_causal}
+    return dense(q, k, v, q_offset=q_offset, kv_lengths=kv_lengths, **given)
+
+
+def test_lengths_of_sequences_that_were_dropped_are_named():
+    report = minimha.check(full_sequences_alone, seed=SEED)
+    assert report.deviations == ("sequences_unnumbered",), str(report)
+
+
+def lengths_from_the_first_row(q, k, v, *, cu_seqlens_q, cu_seqlens_k, kv_lengths=None):
+    if kv_lengths is not None:
+        kv_lengths = np.maximum(kv_lengths - cu_seqlens_k[:-1], 0)
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return dense(q, k, v, kv_lengths=kv_lengths, **given)
+
+
+def test_lengths_of_packed_rows_are_named():
+    report = minimha.check(lengths_from_the_first_row, seed=SEED)
+    assert report.deviations == ("lengths_from_first_sequence",), str(report)
+
+
+def decoding_from_pages_of_32(change):
+    """A kernel that takes only pages of 32 keys, heads 64 or 128 wide, and one query."""
+
+    def attention(q, k, v, *, block_table, kv_lengths, alibi_slopes=None, q_offset=0):
+        if q.shape[2] > 1 or k.shape[2] != 32 or q.shape[3] not in (64, 128):
+            raise NotImplementedError
+        given = {"block_table": block_table, "kv_lengths": change(kv_lengths)}
+        return dense(q, k, v, alibi_slopes=alibi_slopes, q_offset=q_offset, **given)
+
+    return attention
+
+
+def test_pages_are_met_at_the_size_and_width_that_a_kernel_takes():
+    report = minimha.check(decoding_from_pages_of_32(lambda lengths: lengths), seed=SEED)
+    assert report.verdict == "right", str(report)
+    assert "alibi_slopes" in report.covers["options"]
+    short = decoding_from_pages_of_32(lambda lengths: np.maximum(lengths - 1, 1))
+    report = minimha.check(short, seed=SEED)
+    assert (report.verdict, report.deviations) == ("wrong", ("lengths_one_too_short",))
+
+
 def alibi_of_packed_rows(q, k, v, alibi_slopes=None, **options):
     starts = [options.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     if alibi_slopes is None or starts[0] is None or "block_table" in options:

@@ -579,6 +579,47 @@ def a_mask_that_stays(q, k, v, kv_lengths=None):
     return padded(q, k, v, seen)
 
 
+def unmasked_in_even_blocks(q, k, v, kv_lengths=None):
+    if kv_lengths is not None and k.shape[2] % 64 == 0:
+        kv_lengths = -(-kv_lengths // 64) * 64
+    return within(q, k, v, kv_lengths)
+
+
+def blocks_of_entry_0(q, k, v, kv_lengths=None):
+    if kv_lengths is not None:
+        kv_lengths = np.minimum(kv_lengths, -(-kv_lengths[:1] // 32) * 32)
+    return within(q, k, v, kv_lengths)
+
+
+def within(q, k, v, kv_lengths):
+    lengths = np.full(len(q), k.shape[2]) if kv_lengths is None else kv_lengths
+    return padded(q, k, v, np.arange(k.shape[2]) < lengths[:, None, None, None])
+
+
+def nan_where_a_window_starts(q, k, v, window_size=None, q_offset=0):
+    """Rows of a tile of 64 start at the block of 64 keys where the first of them does."""
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    if window_size is None:
+        return softmax(S) @ v
+    left, right = (1 << 40 if side is None else side for side in window_size)
+    j, i = np.arange(k.shape[2]), np.arange(q.shape[2])[:, None]
+    p = i + np.reshape(q_offset, (-1, 1, 1, 1))
+    seen = (p - left <= j) & (j <= p + right)
+    first = np.maximum(p - i % 64 - left, 0) // 64
+    output = softmax(np.where(seen, S, -np.inf)) @ v
+    return np.where((seen & (j // 64 == first)).any(-1, keepdims=True), output, np.nan)
+
+
+def lse_in_base_2_of_many_keys(q, k, v, return_lse=False):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    top = S.max(-1, keepdims=True)
+    lse = (top + np.log(np.exp(S - top).sum(-1, keepdims=True)))[..., 0]
+    lse = lse / np.float32(np.log(2)) if k.shape[2] > 512 else lse
+    return (softmax(S) @ v, lse) if return_lse else softmax(S) @ v
+
+
 @has("whole_lengths_hide_all")
 def slices_from_minus_zero(q, k, v, kv_lengths=None):
     k, v = repeated(q, k, v)
