@@ -3,8 +3,8 @@
 A switch is an option or a shape, which a problem has or lacks. First come the graded problems, then
 each switch alone. Then come rows, sets of switches, that combine the switches that the function
 takes. A wrong or refused row is asked again with fewer switches, until none can be left out. If the
-function refuses the plainest problem, other sizes are tried. The sizes of models come last, and
-only for a function that is right at small sizes.
+function refuses the plainest problem, other sizes are tried. The sizes of models and random
+problems come last, and only for a function that is right at small sizes.
 """
 
 from __future__ import annotations
