@@ -181,10 +181,10 @@ def _functions(seed: int, D: int) -> Iterator[Graded]:
             *((", ".join(on), every, on, 2 if POSITIONAL & {*on} else None) for on in rows),
         ):
             yield _with_function(seed, D, kind, name, function, on, offset)
-    both = _with_function(seed, D, "mask_mod", "and score_mod", expanded.mask_by_all, (), 2)
-    yield Graded(
-        both.name, {**both.arguments, "score_mod": expanded.score_by_all}, both.shows, family=FAMILY
-    )
+    for words, score_mod in (("", expanded.score_by_all), (" bounded", expanded.score_bounded)):
+        name = f"and{words} score_mod"
+        both = _with_function(seed, D, "mask_mod", name, expanded.mask_by_all, (), 2)
+        yield replace(both, arguments={**both.arguments, "score_mod": score_mod})
 
 
 def _with_function(

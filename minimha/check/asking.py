@@ -280,20 +280,20 @@ class Asking:
         Each kind is also asked with many keys and wide heads.
         """
         taken: dict[str, int] = {}  # by kind, keys in a page of the first problem
-        refused: Counter[str] = Counter()
+        refused: Counter[tuple[str, ...]] = Counter()
         for problem in arranged(self.seed, some.D):
-            own = kinds_of(problem)
-            if any(refused[kind] >= PATIENCE and kind not in taken for kind in own):
+            own = tuple(kinds_of(problem))
+            if refused[own] >= PATIENCE and own[0] not in taken:
                 continue
             if not self.is_taken(problem):
-                refused.update(own)
+                refused[own] += 1
             elif len(own) == 1:
                 taken.setdefault(own[0], problem.arguments["k"].shape[2])
         self.page = taken.get("block_table", self.page)
         kinds: list[tuple[str, ...]] = [(kind,) for kind in taken]
         pairs = [
             pair for pair in PAIRS
-            if all((kind,) in kinds for kind in pair) or not (kinds or answered)
+            if any((kind,) in kinds for kind in pair) or not (kinds or answered)
             if any(self._ask_rearranged([needed], pair, some) for needed in NEEDED[:2])
         ]  # fmt: skip
         for one in kinds:

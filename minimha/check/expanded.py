@@ -56,6 +56,11 @@ def score_by_all(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return 0.5 * s + 0.75 * ((j + 2 * i + 3 * h + 5 * b) % 7) - 0.125 * abs(i - j)
 
 
+def score_bounded(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Keep scores between -4 and 4, so that no score can hide a key."""
+    return 4 * s / (4 + abs(s))
+
+
 def mask_by_entry(b: Any, h: Any, i: Any, j: Any) -> Any:
     """Hide a third of the keys, which depends on the batch entry, but never key 0."""
     return (j == 0) | ((j + b) % 3 > 0)
@@ -84,7 +89,7 @@ def mask_by_all(b: Any, h: Any, i: Any, j: Any) -> Any:
 NAMED: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
-        score_by_entry, score_by_head, score_by_query, score_by_key, score_by_all,
+        score_by_entry, score_by_head, score_by_query, score_by_key, score_by_all, score_bounded,
         mask_by_entry, mask_by_head, mask_by_query, mask_by_key, mask_by_all,
     )
 }  # fmt: skip
