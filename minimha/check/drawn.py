@@ -28,7 +28,7 @@ from minimha.equations.problem import Problem
 MORE_HEADS = ((8, 8), (5, 5), (12, 4), (32, 8), (28, 4), (32, 1), (40, 8), (24, 2))  # H, Hkv
 WIDTHS = (16, 24, 40, 64, 80, 96, 128, 160, 256, 256)
 LEAST, MOST_KEYS, MOST_QUERIES, FEW = 4, 700, 230, 80
-MOST_SCORES = 1 << 16
+MOST_SCORES = 1 << 15
 BLOCK = 64  # keys
 EACH = 3  # problems of a shape
 SHOWS = "whether it is right in random problems"

@@ -434,6 +434,7 @@ def full_sequences_alone(q, k, v, *, cu_seqlens_q, cu_seqlens_k, q_offset=0, kv_
     return dense(q, k, v, q_offset=q_offset, kv_lengths=kv_lengths, **given)
 
 
+@pytest.mark.thorough
 def test_lengths_of_sequences_that_were_dropped_are_named():
     report = minimha.check(full_sequences_alone, seed=SEED)
     assert report.deviations == ("sequences_unnumbered",), str(report)
@@ -463,6 +464,7 @@ def decoding_from_pages_of_32(change):
     return attention
 
 
+@pytest.mark.thorough
 def test_pages_are_met_at_the_size_and_width_that_a_kernel_takes():
     report = minimha.check(decoding_from_pages_of_32(lambda lengths: lengths), seed=SEED)
     assert report.verdict == "right", str(report)
@@ -723,6 +725,7 @@ def distance_with_a_sign_when_decoding(q, k, v, *, block_table, kv_lengths, alib
     return dense(q, k, v, attn_bias=bias, **given)
 
 
+@pytest.mark.thorough
 def test_a_decoding_query_amid_its_pages_is_asked():
     report = minimha.check(distance_with_a_sign_when_decoding, seed=6)
     assert (report.verdict, report.deviations) == ("wrong", ("alibi_signed_distance",))
@@ -734,6 +737,7 @@ def pools_with_tokens_first(q, k, v, *, block_table, kv_lengths, scale=None):
     return dense(q, k, v, block_table=block_table, kv_lengths=kv_lengths, scale=scale)
 
 
+@pytest.mark.thorough
 def test_pools_in_another_order_of_axes_are_named():
     report = minimha.check(pools_with_tokens_first, seed=6)
     assert (report.verdict, report.deviations) == ("wrong", ("page_size_wrong",))

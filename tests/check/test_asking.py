@@ -188,6 +188,7 @@ def test_a_kernel_that_is_wrong_at_one_width_is_told_so():
     assert "wrong where D is 128" in str(report)
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_is_wrong_for_many_heads_is_told_so():
     def many(q, k, v, **options):
         return attention(q, k, v * (1.1 if q.shape[1] > 16 else 1), **options).astype(q.dtype)

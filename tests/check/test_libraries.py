@@ -134,6 +134,7 @@ def test_our_equations_and_rungs_are_right_in_everything(name, dtype):
     assert not report.refused
 
 
+@pytest.mark.thorough
 def test_our_backend_for_the_cpu_is_right_in_everything():
     report = minimha.check(partial(attention, backend="cpu"))
     assert_is(report, "right")

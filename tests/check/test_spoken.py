@@ -110,6 +110,7 @@ def torch():
     return pytest.importorskip("torch", reason="torch, whose functions are described, is missing")
 
 
+@pytest.mark.thorough
 def test_our_flex_attention_is_right_and_takes_nearly_everything(torch):
     report = minimha.check(minimha.dialects.torch.flex_attention, "flex_attention")
     assert_is(report, "right")
