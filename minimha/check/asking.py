@@ -35,7 +35,7 @@ from minimha.check.crossed import (
     long,
     rows,
 )
-from minimha.check.drawn import drawn, fewer
+from minimha.check.drawn import BLOCK, drawn, fewer
 from minimha.check.problems import TWO_AXES, Graded, with_four_axes
 from minimha.check.search import NONE, known
 from minimha.check.sized import ALONE, CUT, cut, sized
@@ -53,8 +53,7 @@ NEEDED: tuple[Switches, ...] = (
     frozenset(), *(frozenset({s}) for s in ("one query", "is_causal", "window_size")),
 )  # fmt: skip
 WIDE, WIDEST = 128, 192  # widths of heads, with which each option is asked again
-BLOCK = 64  # keys that kernels take at once
-WIDTHS = (64, 128)  # of heads, for functions that take no plain problem
+PAGED_WIDTHS = (64, 128)  # of heads, for functions that take no plain problem
 PATIENCE = 12  # problems of a kind that are refused before it counts as not taken
 LARGEST = 1024  # width, and divisor of lengths, that may be declared
 MOST_SHRUNK = 3
@@ -161,7 +160,8 @@ class Asking:
         self, some: Sizes, needed: Switches, taken: Switches, kinds: Sequence[tuple[str, ...]]
     ) -> list[Graded]:
         """Ask random problems with options of ``kinds`` in turn, and return those without them."""
-        problems = drawn(taken, needed, some, self.seed, MANY if self.arranges else FEW)
+        shapes = MANY if self.arranges else FEW
+        problems = drawn(taken, needed, some, self.seed, shapes, self.limits.head_dims)
         for n, problem in enumerate(problems if kinds else ()):
             if other := rearranged(problem, kinds[n % len(kinds)], self.seed, self.page):
                 self.all([other])
@@ -239,7 +239,7 @@ class Asking:
 
         Heads are as wide as it takes. As in ``_meet``, rows have the switches that are taken alone.
         """
-        for some in (PLAIN, *(replace(PLAIN, D=D) for D in WIDTHS)):
+        for some in (PLAIN, *(replace(PLAIN, D=D) for D in PAGED_WIDTHS)):
             kinds = self._arrange(some, ())
             for one in kinds:
                 for needed in NEEDED:

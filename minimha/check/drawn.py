@@ -7,7 +7,7 @@ was right so far.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,22 +27,26 @@ from minimha.equations.problem import Problem
 
 MORE_HEADS = ((8, 8), (5, 5), (12, 4), (32, 8), (28, 4), (32, 1), (40, 8), (24, 2))  # H, Hkv
 WIDTHS = (16, 24, 40, 64, 80, 96, 128, 160, 256, 256)
-LEAST, MOST_KEYS, MOST_QUERIES, FEW = 4, 700, 230, 80
+LEAST, MOST_KEYS, MOST_QUERIES, FEW_QUERIES = 4, 700, 230, 80
 MOST_SCORES = 1 << 15
-BLOCK = 64  # keys
+BLOCK = 64  # keys that kernels take at once
 EACH = 3  # problems of a shape
 SHOWS = "whether it is right in random problems"
 
 
-def drawn(taken: Switches, needed: Switches, some: Sizes, seed: int, shapes: int) -> list[Graded]:
+def drawn(
+    taken: Switches, needed: Switches, some: Sizes, seed: int, shapes: int,
+    widths: Sequence[int] = (),
+) -> list[Graded]:  # fmt: skip
     """Return problems of random ``shapes``, with switches among those ``taken``.
 
-    Each problem has the switches that are ``needed``. No query lacks a visible key.
+    Each problem has the switches that are ``needed``. No query lacks a visible key. Heads have one
+    of the ``widths``, or any width.
     """
     rng = np.random.default_rng(seed)
     found: list[Graded] = []
     for _ in range(shapes):
-        shape = _shape(rng, taken | needed, needed, some)
+        shape = _shape(rng, taken | needed, needed, some, widths)
         for _ in range(EACH):
             given = _arguments(rng, shape, taken, needed)
             if _sees(given):
@@ -66,7 +70,7 @@ def fewer(problem: Graded, options: Switches) -> Graded:
 
 
 def _sees(given: Mapping[str, Any]) -> bool:
-    """Return whether every query sees a key, mask aside."""
+    """Return whether every query sees a key."""
     return bool(_visible(given).any(-1).all())
 
 
@@ -76,17 +80,17 @@ def _visible(given: Mapping[str, Any]) -> Any:
 
 
 def _shape(
-    rng: np.random.Generator, on: Switches, needed: Switches, some: Sizes
+    rng: np.random.Generator, on: Switches, needed: Switches, some: Sizes, widths: Sequence[int]
 ) -> tuple[int, ...]:
     """Return B, H, Hkv, Lq, Lk, D and Dv."""
-    D = int(rng.choice([some.D, some.D, some.D, *WIDTHS]))
+    D = int(rng.choice(widths or [some.D, some.D, some.D, *WIDTHS]))
     Dv = int(rng.choice([D // 2, D + 8])) if "wide values" in on and rng.random() < 0.3 else D
     kinds = [kind for kind in ("one query", "fewer queries", "more queries") if kind in on]
     kind = "one query" if "one query" in needed else str(rng.choice([*kinds, "as many queries"]))
     unit = int(np.lcm(some.unit, rng.choice([1, 1, 16, 64])))  # mostly of a kernel's blocks
     most = MOST_KEYS if kind in ("one query", "fewer queries") else MOST_QUERIES
     Lk = unit * -(-int(np.exp(rng.uniform(*np.log((LEAST, most))))) // unit)
-    few = some.unit * (1 + int(rng.integers(min(Lk, FEW))) // some.unit)
+    few = some.unit * (1 + int(rng.integers(min(Lk, FEW_QUERIES))) // some.unit)
     lengths = {
         "one query": 1, "fewer queries": min(few, Lk), "more queries": Lk + few,
         "as many queries": Lk,

@@ -68,8 +68,8 @@ SHARE = 0.5  # the least share of wrong answers that a named set must explain
 NEARLY_ALL = 0.95  # the least share of all answers, for a set with lost precision
 MOST_SHARED = 3  # conditions on problems that no deviation explains
 MOST_CONDITIONAL = 3  # deviations under conditions that one function may have
-FEW_SCORES = 1 << 17  # scores of a problem whose answers with bugs are kept
-FEW_NUMBERS = 1 << 16  # of a problem whose arrays are kept in float64, with their products
+FEW_SCORES = 1 << 17  # scores of a problem in which bugs are searched for
+FEW_NUMBERS = 1 << 16  # of a problem's arrays and products, which are kept in float64
 MOST_FITS = 10_000  # no new set is tried after this many comparisons
 NONE: Hypothesis = frozenset()
 
@@ -121,11 +121,14 @@ class Known:
     @property
     def prepared(self) -> AnyPrepared:
         """Return the problem's arguments in float64."""
+        return _prepared(self.graded, self.dtype) if self.is_large else self._prepared
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether the problem's arrays, and answers to it with bugs, take too much room to keep."""
         arrays = [x for x in self.graded.arguments.values() if isinstance(x, np.ndarray)]
-        is_large = sum(x.size for x in arrays) + 2 * self.num_scores > FEW_NUMBERS
-        if is_large and self.graded.kind == "attention":
-            return _prepared(self.graded, self.dtype)
-        return self._prepared
+        numbers = sum(x.size for x in arrays) + 2 * self.num_scores
+        return self.graded.kind == "attention" and numbers > FEW_NUMBERS
 
     @cached_property
     def _prepared(self) -> AnyPrepared:
@@ -188,7 +191,7 @@ class Known:
             prediction = deviated(self.prepared, dict(key))
         except Impossible:
             prediction = None
-        if not key or (len(key) == 1 and self.num_scores <= FEW_SCORES):
+        if not key or (len(key) == 1 and not self.is_large):
             self._predicted[key] = prediction
         return prediction
 
@@ -220,7 +223,7 @@ def known(problem: Graded, dtype: str) -> Known:
 
 
 _small = lru_cache(maxsize=2048)(Known)
-_sized = lru_cache(maxsize=640)(Known)  # more than one function gets; their answers are large
+_sized = lru_cache(maxsize=512)(Known)  # more than one function gets; their answers are large
 
 
 def deviated(prepared: AnyPrepared, deviations: Mapping[str, Any]) -> Deviated:
