@@ -9,32 +9,40 @@ from minimha.check.sized import cut, sized
 
 SEED = 5
 NOT_PAGED = "block_table is not given"  # their k.shape[2] is the size of a page
+NOT_PACKED = "cu_seqlens_q is not given"
 
 
 def dense(q, k, v, **options):
     return minimha.attention(q, k, v, backend="dense", **options)
 
 
+def is_plain(options):
+    """Whether neither pages nor packed sequences are given, whose arrays have other sizes."""
+    return not {"block_table", "cu_seqlens_q"} & {*options}
+
+
 def sink_in_each_split(q, k, v, sinks=None, **options):
     """Splits of 128 keys, each of which counts the sink."""
-    if sinks is not None:
+    if sinks is not None and is_plain(options):
         sinks = sinks + np.float32(np.log(-(-k.shape[2] // 128)))
     return dense(q, k, v, sinks=sinks, **options)
 
 
 def lse_without_sink_in_splits(q, k, v, return_lse=False, sinks=None, **options):
     output, lse = dense(q, k, v, return_lse=True, sinks=sinks, **options)
-    if k.shape[2] > 128:
+    if k.shape[2] > 128 and is_plain(options):
         _, lse = dense(q, k, v, return_lse=True, **options)
     return (output, lse) if return_lse else output
 
 
-def tail_sees_the_future(q, k, v, is_causal=False, **options):
-    output = dense(q, k, v, is_causal=is_causal, **options)
+def tail_sees_the_future(q, k, v, is_causal=False, return_lse=False, **options):
+    results = dense(q, k, v, is_causal=is_causal, return_lse=True, **options)
     whole = q.shape[2] // 128 * 128
-    if is_causal and whole and not options.get("return_lse"):
-        output[:, :, whole:] = dense(q, k, v, **options)[:, :, whole:]
-    return output
+    if is_causal and whole and is_plain(options):
+        wrong = dense(q, k, v, return_lse=True, **options)
+        for result, other in zip(results, wrong, strict=True):
+            result[:, :, whole:] = other[:, :, whole:]
+    return results if return_lse else results[0]
 
 
 def many_keys(q, k, v, scale=None, **options):
@@ -61,8 +69,8 @@ def many_heads(q, k, v, **options):
         1,
         [
             (many_heads, "kv_head_0_for_all", "H > 16"),
-            (tail_sees_the_future, "causal_ignored_in_tail", ""),
-            (sink_in_each_split, "sink_in_each_part", NOT_PAGED),
+            (tail_sees_the_future, "causal_ignored_in_tail", NOT_PAGED),
+            (sink_in_each_split, "sink_in_each_part", f"{NOT_PAGED} and {NOT_PACKED}"),
             (lse_without_sink_in_splits, "lse_without_sink", "Lk > 128"),
             (many_keys, "scale_1_over_d", f"Lk > 1536 and {NOT_PAGED}"),
             (few_queries_of_many_keys, "scale_1_over_d", f"Lk > 1025 and Lq < 33 and {NOT_PAGED}"),
