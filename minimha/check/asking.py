@@ -57,7 +57,7 @@ PAGED_WIDTHS = (64, 128)  # of heads, for functions that take no plain problem
 PATIENCE = 12  # problems of a kind that are refused before it counts as not taken
 LARGEST = 1024  # width, and divisor of lengths, that may be declared
 MOST_SHRUNK = 3
-MANY, FEW = 50, 3  # shapes of random problems; other libraries may compile for each
+MANY, FEW = 50, 2  # shapes of random problems; other libraries may compile for each
 ROUNDS = 8  # times that rows are chosen again, without switches that exclude each other
 
 

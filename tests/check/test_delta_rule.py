@@ -36,7 +36,7 @@ def test_without_deviations_it_is_the_rule():
             np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", thorough_after(20, in_turn(NAMES)))
+@pytest.mark.parametrize("name", thorough_after(10, in_turn(NAMES)))
 def test_one_deviation_is_named(name):
     """In its usual form; ``python -m tests.check.measure`` tries all forms."""
     found = judged({name: DEVIATIONS[name].values[0]})

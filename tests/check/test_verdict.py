@@ -43,7 +43,7 @@ def answered(function, dtype="float32"):
     return answered_by(function, problems_in(dtype))
 
 
-@pytest.mark.parametrize("identifier", thorough_after(60, in_turn(OF_ATTENTION)))
+@pytest.mark.parametrize("identifier", thorough_after(30, in_turn(OF_ATTENTION)))
 def test_one_deviation_is_named(identifier):
     found = judged({identifier: DEVIATIONS[identifier].values[0]})
     verdict = "differs" if identifier in DIFFERENCES else "wrong"
@@ -77,7 +77,7 @@ def test_right_kernels_are_right(dtype):
 
 @pytest.mark.parametrize(
     ("function", "deviations"),
-    thorough_after(15, WRONG[::-1]),  # the latest ones first
+    thorough_after(8, WRONG[::-1]),  # the latest ones first
 )
 def test_wrong_kernels_are_named(function, deviations):
     found = judge(problems_in("float32"), answered(function))
