@@ -180,7 +180,7 @@ class Report:
             )
         what = "; ".join(map(self._clause, self.deviations))
         where = self.findings.unexplained and f" where {self.findings.unexplained}"
-        if {*self.deviations} <= DIFFERENCES:
+        if {*self.deviations} <= DIFFERENCES and explained < taken:
             number = taken - explained if what else failing
             found = (
                 f"{self.function} is wrong{where}: no deviation explains how.",

@@ -23,7 +23,7 @@ from minimha.check.conditions import sizes_of_wrong
 from minimha.check.problems import Graded
 from minimha.check.readings import Reading
 from minimha.check.rounding import format_of
-from minimha.check.search import NONE, Hypothesis, Search, known, names_of, shared
+from minimha.check.search import NONE, Hypothesis, Item, Search, known, names_of, shared
 from minimha.check.wrong_attention import HIDDEN_ROWS, LEAKS
 
 Verdict = Literal["right", "differs", "wrong", "cannot tell"]
@@ -34,7 +34,7 @@ DIFFERENCES = {  # what most libraries have, and what harms no right use
     "key_indices_count_twice",  # no indexer picks a key twice
 }  # fmt: skip
 
-ALWAYS = {"lse_base_2"}  # a convention only if it has no conditions
+UNCONDITIONAL = {"lse_base_2"}  # conventions only if they have no conditions
 
 TOLERANCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}  # of relations between answers
 # Named only if no other deviation, which says more, explains as many answers.
@@ -119,8 +119,7 @@ def judge(
         sets, left = [("weights_dropped_out",)], []
     faults = tuple(f for f in faults if not _follows(f, sets[0], search, found[0]))
     differs = search.with_mild(NONE)
-    mild = {item for item in found[0] if item[0] in DIFFERENCES}
-    mild -= {item for item in mild if item[0] in ALWAYS and len(item) > 2}
+    mild = frozenset(filter(_only_differs, found[0]))
     differs |= mild
     results = tuple(
         replace(r, only_differs=not (r.is_right or r.is_refused)
@@ -240,6 +239,11 @@ def _follows(fault: str, named: Sequence[str], search: Search, found: Hypothesis
         return False
     with_it = [n for n, answer in enumerate(search.answers) if fault in answer.faults]
     return all(search.fit(n, found).is_explained for n in with_it)
+
+
+def _only_differs(item: Item) -> bool:
+    name, _, *where = item
+    return name in DIFFERENCES and not (where and name in UNCONDITIONAL)
 
 
 def _place(identifier: str) -> tuple[bool, int]:
