@@ -289,15 +289,16 @@ def _lengths(change: Callable[[Prepared, Array, Any], Any]) -> Alter:
 
 
 def _rounded_up(x: Prepared, L: Array, value: Any) -> Any:
-    """Return lengths in whole blocks or pages, perhaps only if blocks divide the number of keys.
+    """Return lengths in whole blocks or pages; some blocks must divide the number of keys.
 
-    Without pages, all keys are one page of "page, up to the longest length".
+    With ``LONGEST``, none is longer than the longest was; without pages, all keys are one page.
     """
     if value == LONGEST:
         page = _size(x, "page", x.Lk)
         return np.minimum(-(-L // page) * page, L.max())
-    way, block = value if isinstance(value, tuple) else ("", _size(x, value))
-    return L if way and x.Lk % block else -(-L // block) * block
+    must_divide = isinstance(value, tuple)
+    block = value[1] if must_divide else _size(x, value)
+    return L if must_divide and x.Lk % block else -(-L // block) * block
 
 
 def _from_first_sequence(x: Prepared, L: Array, _: Any) -> Any:

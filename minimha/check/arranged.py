@@ -16,10 +16,9 @@ import numpy as np
 from minimha.check import expanded
 from minimha.check.conditions import POSITIONAL
 from minimha.check.prepared import Prepared
-from minimha.check.problems import Draw, Graded, kept
+from minimha.check.problems import Draw, Graded, kept, visibility
 from minimha.equations.arrays import FLOAT8, extension
 from minimha.equations.functions import PARAMETERS
-from minimha.equations.problem import Problem
 
 FAMILY = "arranged"
 KINDS = {  # what a problem shows, by the option that it is about
@@ -137,10 +136,8 @@ def _in_sequence(given: dict[str, Any]) -> dict[str, Any]:
 
 def _picks(draw: Draw, given: dict[str, Any]) -> Any:
     """Return six keys for each query: one that it sees, and one that is none, among others."""
-    x = Problem.of(**{name: value for name, value in given.items() if name != "return_lse"})
-    (B, H, Lq, _), (_, Hkv, Lk, _) = x.q.shape, x.k.shape
-    visible = np.broadcast_to(x.visible(slice(0, Lq), slice(0, Lk)), (B, H, Lq, Lk))
-    seen = visible.reshape(B, Hkv, -1, Lq, Lk).all(2)
+    (B, _, Lq, _), (_, Hkv, Lk, _) = given["q"].shape, given["k"].shape
+    seen = visibility(given).reshape(B, Hkv, -1, Lq, Lk).all(2)
     turns = draw.rng.random(seen.shape) - seen
     picks = turns.argsort(-1)[..., :5]
     return np.insert(picks, min(3, Lk), -1, axis=-1).astype(np.int32)
@@ -381,7 +378,7 @@ def _scaled(seed: int, D: int) -> Iterator[Graded]:
         yield _scaled_problem(name, draw, given, shape)
         if shape != (4,):
             yield from _scaled_float8(name, draw, given, shape)
-    for size in PAGES[1::-1]:
+    for size in PAGES[:2]:
         draw = Draw(f"scaled pages of {size} {seed}")
         given = _pool(draw, size, 4, 2, D)
         yield _scaled_problem(f"pages of {size}", draw, given, given["k"].shape[:3])

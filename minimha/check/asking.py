@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import cycle
 from secrets import randbits
 
 import numpy as np
@@ -117,7 +118,7 @@ class Asking:
     seed: int
     limits: Limits = Limits()
     arranges: bool = True  # whether packed sequences, pages and functions may be asked
-    page: int = PAGES[0]  # keys
+    page: int = PAGES[0]  # keys of a page that the function takes
     answers: dict[Graded, Answer] = field(default_factory=dict)
 
     def all(self, problems: Sequence[Graded]) -> list[Answer]:
@@ -148,33 +149,39 @@ class Asking:
         kinds = self._arrange(fitting[0], others) if self.arranges else []
         if not any(self.is_wrong(p, asks_lse=False) for p in small):
             self.all([*sized(self.seed), *self._wide(fitting[0], singles)])
-            some, always = fitting[0], frozenset.intersection(*singles)
-            random = self._draw(some, always, frozenset().union(*singles), kinds)
-            self.all(random)
-            for p in [p for p in random if self.is_taken(p) and self.is_wrong(p)][:MOST_SHRUNK]:
-                self._leave_out(p)
+            self._ask_random(fitting[0], singles, kinds)
             self._narrow()
             self._compare_batches()
 
-    def _draw(
-        self, some: Sizes, needed: Switches, taken: Switches, kinds: Sequence[tuple[str, ...]]
-    ) -> list[Graded]:
-        """Ask random problems with options of ``kinds`` in turn, and return those without them."""
+    def _ask_random(
+        self, some: Sizes, singles: Sequence[Switches], kinds: Sequence[tuple[str, ...]]
+    ) -> None:
+        """Ask random problems, alone and with options of ``kinds`` in turn.
+
+        The first that are wrong are asked with fewer options, until each of these is needed.
+        """
+        problems = self._random(some, singles)
+        self.all(problems)
+        self._ask_arranged(problems, kinds)
+        for p in [p for p in problems if self.is_wrong(p)][:MOST_SHRUNK]:
+
+            def is_wrong_with(options: Switches, whole: Graded = p) -> bool:
+                return self.is_wrong(fewer(whole, options))
+
+            smallest(frozenset(OPTIONS) & {*p.options}, is_wrong_with)
+
+    def _random(self, some: Sizes, singles: Sequence[Switches]) -> tuple[Graded, ...]:
+        """Return random problems with switches of ``singles``; what all of these have, all have."""
+        taken, needed = frozenset().union(*singles), frozenset.intersection(*singles)
         shapes = MANY if self.arranges else FEW
-        problems = drawn(taken, needed, some, self.seed, shapes, self.limits.head_dims)
-        for n, problem in enumerate(problems if kinds else ()):
-            if other := rearranged(problem, kinds[n % len(kinds)], self.seed, self.page):
-                self.all([other])
-        return problems
+        return drawn(taken, needed, some, self.seed, shapes, self.limits.head_dims)
 
-    def _leave_out(self, problem: Graded) -> None:
-        """Ask a wrong problem with fewer options, until it needs each of them to be wrong."""
-
-        @cache
-        def of(options: Switches) -> Graded:
-            return fewer(problem, options)
-
-        smallest(frozenset(OPTIONS) & {*problem.options}, lambda on: self.is_wrong(of(on)))
+    def _ask_arranged(self, problems: Sequence[Graded], kinds: Sequence[tuple[str, ...]]) -> bool:
+        """Ask the problems with options of ``kinds`` in turn; return whether all are taken."""
+        turns = zip(problems, cycle(kinds), strict=False)
+        found = (rearranged(p, one, self.seed, self.page) for p, one in turns)
+        answers = self.all([p for p in found if p is not None])
+        return bool(answers) and all(answer.refusal is None for answer in answers)
 
     def _meet_two_axes(self, graded: Sequence[Graded]) -> None:
         """Note a mask, or bias, of two axes that is misread, if that of four is read rightly."""
@@ -228,9 +235,10 @@ class Asking:
         """Return problems for each switch alone, with wide heads and in whole blocks of keys."""
         needed = frozenset.intersection(*taken)
         alone = [on for on in taken if len(on - needed) == 1 and on - needed <= {*OPTIONS}]
-        whole = Sizes(int(np.lcm(some.unit, BLOCK)), max(some.D, WIDE))
-        wide = replace(some, D=max(some.D, WIDEST))
-        pairs = [*((on, whole) for on in taken), *((on, wide) for on in alone)]
+        wide, widest = (replace(some, D=max(some.D, D)) for D in (WIDE, WIDEST))
+        whole = replace(wide, unit=int(np.lcm(some.unit, BLOCK)))
+        pairs = [(on, wide) for on in taken]
+        pairs += [(on, new) for new in (whole, widest) for on in alone]
         problems = [crossed(on, new, self.seed) for on, new in pairs if new != some]
         return [replace(problem, family="sized") for problem in problems]
 
@@ -240,23 +248,22 @@ class Asking:
         Heads are as wide as it takes. As in ``_meet``, rows have the switches that are taken alone.
         """
         for some in (PLAIN, *(replace(PLAIN, D=D) for D in PAGED_WIDTHS)):
-            kinds = self._arrange(some, ())
-            for one in kinds:
-                for needed in NEEDED:
-                    if self._ask_rearranged([needed], one, some):
+            if kinds := self._arrange(some, ()):
+                for one in kinds:
+                    fitting = (on for on in NEEDED if self._ask_rearranged([on], one, some))
+                    if (needed := next(fitting, None)) is not None:
                         self._meet_rearranged(one, some, needed)
-                        break
-            if kinds:
-                break
+                return
 
     def _meet_rearranged(self, kinds: tuple[str, ...], some: Sizes, needed: Switches) -> None:
+        """Ask each switch alone, rows and random problems, all with options of ``kinds``."""
         sets = [on | needed for on in alone()]
         singles = [on for on in sets if self._ask_rearranged([on], kinds, some)]
         taken = frozenset().union(*singles)
         rest = [on | needed for on in (*rows(taken, some, self.seed), *long(taken))]
         self._ask_rearranged(rest, kinds, some)
         self._ask_rearranged(singles, kinds, replace(some, D=WIDEST))
-        self._draw(some, needed, taken, [kinds])
+        self._ask_arranged(self._random(some, singles), [kinds])
 
     def _ask_rearranged(
         self, sets: Sequence[Switches], kinds: tuple[str, ...], some: Sizes
@@ -269,8 +276,7 @@ class Asking:
             more = {"batch"}, {"batch", "by entry"}
             sets = [on | more[n % 2] for n, on in enumerate(sets)]
         plain = [crossed(on, some, self.seed) for on in dict.fromkeys(sets)]
-        found = [p for x in plain if (p := rearranged(x, kinds, self.seed, self.page)) is not None]
-        return all(answer.refusal is None for answer in self.all(found)) and bool(found)
+        return self._ask_arranged(plain, [kinds])
 
     def _arrange(self, some: Sizes, answered: Sequence[Switches]) -> list[tuple[str, ...]]:
         """Ask problems of each kind, unless the plainest are all refused, and return what is taken.

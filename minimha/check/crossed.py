@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from minimha.check.altered import first_for_all
 from minimha.check.conditions import ARRANGED, GROUPED, OPTIONS, POSITIONAL, conditions
 from minimha.check.prepared import Prepared
-from minimha.check.problems import Draw, Graded, kept
+from minimha.check.problems import Draw, Graded, kept, visibility
 from minimha.check.wrong_attention import deviate
-from minimha.equations.problem import Problem
 
 Array = NDArray[Any]
 Switches = frozenset[str]
@@ -167,10 +166,8 @@ def mask_showing(
     share: float, given: Mapping[str, Any], rows: tuple[int, int], rng: np.random.Generator
 ) -> Array:
     """Return a mask that shows this share of each row's visible keys, and of its hidden keys."""
-    x = Problem.of(**given)
-    (B, H, Lq, _), Lk = x.q.shape, x.k.shape[2]
-    visible = np.broadcast_to(x.visible(slice(0, Lq), slice(0, Lk)), (B, H, Lq, Lk))
-    if rows != (B, H):
+    visible = visibility(given)
+    if rows != visible.shape[:2]:
         visible = np.asarray(visible.all((0, 1), keepdims=True))
     chance = np.where(visible, rng.random(visible.shape), 2)
     place = chance.argsort(-1).argsort(-1)  # of each key among those of its row, visible ones first

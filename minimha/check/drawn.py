@@ -7,7 +7,8 @@ was right so far.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,7 @@ from minimha.check.crossed import (
     Switches,
     mask_showing,
 )
-from minimha.check.problems import Draw, Graded, kept
-from minimha.equations.problem import Problem
+from minimha.check.problems import Draw, Graded, kept, visibility
 
 MORE_HEADS = ((8, 8), (5, 5), (12, 4), (32, 8), (28, 4), (32, 1), (40, 8), (24, 2))  # H, Hkv
 WIDTHS = (16, 24, 40, 64, 80, 96, 128, 160, 256, 256)
@@ -34,10 +34,11 @@ EACH = 3  # problems of a shape
 SHOWS = "whether it is right in random problems"
 
 
+@lru_cache(maxsize=8)
 def drawn(
     taken: Switches, needed: Switches, some: Sizes, seed: int, shapes: int,
-    widths: Sequence[int] = (),
-) -> list[Graded]:  # fmt: skip
+    widths: tuple[int, ...] = (),
+) -> tuple[Graded, ...]:  # fmt: skip
     """Return problems of random ``shapes``, with switches among those ``taken``.
 
     Each problem has the switches that are ``needed``. No query lacks a visible key. Heads have one
@@ -49,9 +50,9 @@ def drawn(
         shape = _shape(rng, taken | needed, needed, some, widths)
         for _ in range(EACH):
             given = _arguments(rng, shape, taken, needed)
-            if _sees(given):
+            if visibility(given).any(-1).all():
                 found.append(kept(_named(f"drawn {len(found) + 1}", given)))
-    return found
+    return tuple(found)
 
 
 def _named(name: str, given: Mapping[str, Any]) -> Graded:
@@ -61,6 +62,7 @@ def _named(name: str, given: Mapping[str, Any]) -> Graded:
     return Graded(name, given, SHOWS, family="sized")
 
 
+@lru_cache(maxsize=512)
 def fewer(problem: Graded, options: Switches) -> Graded:
     """Return the problem with only these ``options``."""
     given = {n: x for n, x in problem.arguments.items() if n not in OPTIONS or n in options}
@@ -69,18 +71,8 @@ def fewer(problem: Graded, options: Switches) -> Graded:
     return _named(problem.name.partition(":")[0] + ", fewer options", given)
 
 
-def _sees(given: Mapping[str, Any]) -> bool:
-    """Return whether every query sees a key."""
-    return bool(_visible(given).any(-1).all())
-
-
-def _visible(given: Mapping[str, Any]) -> Any:
-    x = Problem.of(**{n: value for n, value in given.items() if n != "return_lse"})
-    return x.visible(slice(0, x.q.shape[2]), slice(0, x.k.shape[2]))
-
-
 def _shape(
-    rng: np.random.Generator, on: Switches, needed: Switches, some: Sizes, widths: Sequence[int]
+    rng: np.random.Generator, on: Switches, needed: Switches, some: Sizes, widths: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Return B, H, Hkv, Lq, Lk, D and Dv."""
     D = int(rng.choice(widths or [some.D, some.D, some.D, *WIDTHS]))
@@ -157,8 +149,10 @@ def _mask(
     Lk = mask.shape[-1]
     hidden = rng.random((*rows, 1, -(-Lk // BLOCK))) < 0.5
     fewer = mask & ~hidden.repeat(BLOCK, -1)[..., :Lk]
-    sees = (fewer & _visible(given)).any(-1, keepdims=True)
-    return np.where(sees.all((0, 1), keepdims=True) if rows == (1, 1) else sees, fewer, mask)
+    sees: Any = (fewer & visibility(given)).any(-1, keepdims=True)
+    if rows == (1, 1):
+        sees = sees.all((0, 1), keepdims=True)
+    return np.where(sees, fewer, mask)
 
 
 def _first(

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import choice
+from minimha.equations.problem import Problem
 
 Array = NDArray[Any]
 
@@ -145,6 +146,13 @@ def _is_representable(x: Array, dtype: str) -> bool:
     x = x[np.isfinite(x)].astype(np.float64)
     mantissa = np.frexp(x)[0] * 2.0 ** SIGNIFICANT_BITS[dtype]
     return bool((mantissa == np.round(mantissa)).all() and abs(x).max(initial=0) <= LARGEST[dtype])
+
+
+def visibility(arguments: Mapping[str, Any]) -> Array:
+    """Return whether each query sees each key, (B, H, Lq, Lk)."""
+    x = Problem.of(**{name: value for name, value in arguments.items() if name != "return_lse"})
+    (B, H, Lq, _), Lk = x.q.shape, x.k.shape[2]
+    return np.broadcast_to(x.visible(slice(0, Lq), slice(0, Lk)), (B, H, Lq, Lk))
 
 
 class Draw:
