@@ -104,7 +104,9 @@ def _arguments(
 ) -> dict[str, Any]:
     B, H, Hkv, Lq, Lk, D, Dv = shape
     draw = Draw(f"{shape} {rng.integers(2**32)}")
-    given: dict[str, Any] = draw.qkv(B, H, Lq, Lk, D, Dv, Hkv, spread=rng.choice([0.5, 1, 1.5]))
+    given: dict[str, Any] = draw.qkv(
+        B, H, Lq, Lk, D, Dv, Hkv, spread=float(rng.choice([0.5, 1, 1.5]))
+    )
     share = rng.choice([0.15, 0.35, 0.6])
     on = {n for n in OPTIONS if n in needed or (n in taken and rng.random() < share)}
     lengths = np.maximum(rng.integers(1, Lk + 1, B), Lk * (rng.random(B) < 0.3))
@@ -123,9 +125,9 @@ def _arguments(
         given["is_causal"] = True
     rows = (B, H) if "by head" in taken and rng.random() < 0.6 else (1, 1)
     if "attn_bias" in on:
-        given["attn_bias"] = draw.numbers(*rows, Lq, Lk, spread=rng.choice([0.5, 2]))
+        given["attn_bias"] = draw.numbers(*rows, Lq, Lk, spread=float(rng.choice([0.5, 2])))
     if "attn_mask" in on:
-        given["attn_mask"] = _mask(rng.choice([0.2, 0.6, 0.9]), given, rows, draw.rng)
+        given["attn_mask"] = _mask(float(rng.choice([0.2, 0.6, 0.9])), given, rows, draw.rng)
     if "alibi_slopes" in on:
         given["alibi_slopes"] = np.exp2(-rng.integers(0, 9, H)).astype(np.float32)
     if "softcap" in on:
