@@ -48,7 +48,7 @@ LARGE_PAGES = (24, 48, 80, 128, 160)  # most of which no block of 64 keys divide
 BLOCKS_IN_PAGES = np.array([141, 288, 205])
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def arranged(seed: int = 0, D: int = 8) -> tuple[Graded, ...]:
     """Return the problems, the plainest of each kind before the others of that kind."""
     problems = (
@@ -58,7 +58,7 @@ def arranged(seed: int = 0, D: int = 8) -> tuple[Graded, ...]:
     return tuple(kept(problem) for problem in problems)
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=1024)
 def rearranged(
     problem: Graded, kinds: tuple[str, ...], seed: int, page: int = PAGES[0]
 ) -> Graded | None:

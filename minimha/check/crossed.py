@@ -82,7 +82,7 @@ class Sizes:
 PLAIN = Sizes()
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def crossed(on: Switches, sizes: Sizes = PLAIN, seed: int = 0) -> Graded:
     """Return the problem with the switches ``on``, with numbers drawn from ``seed``."""
     B, (H, Hkv) = 3 if "batch" in on else 1, next((HEADS[h] for h in HEADS if h in on), (1, 1))

@@ -34,7 +34,7 @@ EACH = 3  # problems of a shape
 SHOWS = "whether it is right in random problems"
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def drawn(
     taken: Switches, needed: Switches, some: Sizes, seed: int, shapes: int,
     widths: tuple[int, ...] = (),
@@ -62,7 +62,7 @@ def _named(name: str, given: Mapping[str, Any]) -> Graded:
     return Graded(name, given, SHOWS, family="sized")
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=256)
 def fewer(problem: Graded, options: Switches) -> Graded:
     """Return the problem with only these ``options``."""
     given = {n: x for n, x in problem.arguments.items() if n not in OPTIONS or n in options}

@@ -217,13 +217,10 @@ def _prepared(problem: Graded, dtype: str) -> Prepared:
     return Prepared(problem.arguments, dtype, problem.is_exact)
 
 
+@lru_cache(maxsize=1536)  # more than one function gets: its problems come twice, in one order
 def known(problem: Graded, dtype: str) -> Known:
     """Return the ``Known`` of a problem, cached with its predictions for the next function."""
-    return (_sized if problem.family == "sized" else _small)(problem, dtype)
-
-
-_small = lru_cache(maxsize=2048)(Known)
-_sized = lru_cache(maxsize=512)(Known)  # more than one function gets; their answers are large
+    return Known(problem, dtype)
 
 
 def deviated(prepared: AnyPrepared, deviations: Mapping[str, Any]) -> Deviated:

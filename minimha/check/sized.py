@@ -38,7 +38,7 @@ MAGNITUDES = {  # the spread of queries and keys, and of values, and what is add
 }
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def sized(seed: int = 0) -> tuple[Graded, ...]:
     """Return problems of each length, width and number of heads, plain and causal."""
     return tuple(kept(problem) for problem in _problems(seed))
