@@ -417,7 +417,7 @@ def by_segments(counts_positions):
     return attention
 
 
-@pytest.mark.parametrize("counts_positions", [False, True])
+@pytest.mark.parametrize("counts_positions", thorough_after(1, [False, True]))
 def test_sequences_without_a_number_are_named(counts_positions):
     report = minimha.check(by_segments(counts_positions), seed=SEED)
     assert (report.verdict, report.deviations) == ("wrong", ("sequences_unnumbered",)), str(report)

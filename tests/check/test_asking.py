@@ -114,7 +114,8 @@ def without_offset(q, k, place, kv_lengths=None):
 
 
 @pytest.mark.parametrize(
-    "place", ["at the first keys", "at the last keys", "at the last keys of each length"]
+    "place",
+    thorough_after(1, ["at the last keys", "at the first keys", "at the last keys of each length"]),
 )
 def test_a_kernel_without_an_offset_is_asked_where_its_queries_stand(place):
     """It gets the problems whose queries stand there, and is right or wrong in those."""
@@ -294,7 +295,7 @@ def test_the_seed_is_in_the_report():
         minimha.check(attention, seed="x")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", thorough_after(1, ["bfloat16", "float16"]))
 def test_a_kernel_that_takes_16_bits_alone_is_asked_in_them(dtype):
     def function(q, k, v):
         if q.dtype.name != dtype:

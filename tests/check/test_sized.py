@@ -68,8 +68,8 @@ def many_heads(q, k, v, **options):
     thorough_after(
         1,
         [
-            (many_heads, "kv_head_0_for_all", "H > 16"),
             (tail_sees_the_future, "causal_ignored_in_tail", NOT_PAGED),
+            (many_heads, "kv_head_0_for_all", "H > 16"),
             (sink_in_each_split, "sink_in_each_part", f"{NOT_PAGED} and {NOT_PACKED}"),
             (lse_without_sink_in_splits, "lse_without_sink", "Lk > 128"),
             (many_keys, "scale_1_over_d", f"Lk > 1536 and {NOT_PAGED}"),

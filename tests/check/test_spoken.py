@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from thorough import thorough_after
 
 import minimha
 from minimha.check.translation import Refused, translated
@@ -157,11 +158,14 @@ def test_our_function_for_transformers_reads_caps_and_sinks(torch):
 
 @pytest.mark.parametrize(
     ("line", "mistake", "deviations"),
-    [
-        ("h / (H / Hkv)", "h / (H / Hkv)", set()),
-        ("h / (H / Hkv)", "h % Hkv", {"kv_heads_tiled"}),
-        ("o[d] * alpha", "o[d]", {"online_output_not_rescaled"}),
-    ],
+    thorough_after(
+        2,
+        [
+            ("h / (H / Hkv)", "h / (H / Hkv)", set()),
+            ("h / (H / Hkv)", "h % Hkv", {"kv_heads_tiled"}),
+            ("o[d] * alpha", "o[d]", {"online_output_not_rescaled"}),
+        ],
+    ),
 )
 def test_a_kernel_in_c_is_checked_through_ctypes(tmp_path, line, mistake, deviations):
     if shutil.which("cc") is None:

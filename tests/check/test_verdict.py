@@ -112,14 +112,17 @@ def test_two_deviations_are_named_as_the_pair(pair):
 
 @pytest.mark.parametrize(
     ("function", "deviation"),
-    [
-        (wrong.clipped, "scores_clipped"),
-        (wrong.clipped_before_the_softmax, "scores_clipped"),
-        (wrong.a_mask_that_stays, "lengths_kept_from_before"),
-        (wrong.unmasked_in_even_blocks, "lengths_rounded_up"),
-        (wrong.blocks_of_entry_0, "lengths_end_in_block_of_entry_0"),
-        (wrong.nan_where_a_window_starts, "part_without_keys_nan"),
-    ],
+    thorough_after(
+        3,
+        [
+            (wrong.clipped, "scores_clipped"),
+            (wrong.a_mask_that_stays, "lengths_kept_from_before"),
+            (wrong.blocks_of_entry_0, "lengths_end_in_block_of_entry_0"),
+            (wrong.unmasked_in_even_blocks, "lengths_rounded_up"),
+            (wrong.nan_where_a_window_starts, "part_without_keys_nan"),
+            (wrong.clipped_before_the_softmax, "scores_clipped"),
+        ],
+    ),
 )
 def test_bugs_that_only_other_problems_show_are_named(function, deviation):
     report = minimha.check(function, seed=7)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from thorough import thorough_after
 
 from minimha import attention, block_mask
 from minimha.equations.block_mask import FULL, HIDDEN, PARTIAL
@@ -102,7 +103,7 @@ def run():
     [("nothing", True), *((parent, False) for parent in PARENTS)],
     ids=["parent unused", *(f"parent used beside {parent}" for parent in PARENTS)],
 )
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", thorough_after(2, ["fork", "spawn", "forkserver"]))
 def test_a_pool_of_processes(method, parent, unused, tmp_path):
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip(f"{method} is not a way to start a process here")

@@ -67,7 +67,9 @@ def test_products_are_those_of_widened_numbers(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(("K", "N"), [(131, 1056), (33, 530), (1, 32), (70, 2304)])
+@pytest.mark.parametrize(
+    ("K", "N"), thorough_after(2, [(131, 1056), (1, 32), (33, 530), (70, 2304)])
+)
 def test_products_with_matrices_that_are_stored_for_x_W(name, K, N):
     W, numbers = matrix(name, K, N)
     for rows in (1, 3, 4, 9, 65, weights.AT_ONCE + 3):
