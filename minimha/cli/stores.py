@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,13 @@ def open_problem(name: str) -> dict[str, Any]:
     path = Path(name).resolve()  # workers of a cluster are elsewhere
     if not path.is_dir():
         raise ValueError(f"{name} cannot be read: no such folder")
+    # zarr raises the first error of the tasks that read; asyncio would print those of the others.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     try:
-        group = zarr.open_group(path, mode="r")
-        arrays, attributes = dict(sorted(group.arrays())), dict(group.attrs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of parts that zarr does not know
+            group = zarr.open_group(path, mode="r")
+            arrays, attributes = dict(sorted(group.arrays())), dict(group.attrs)
     except MemoryError:
         raise
     except Exception as error:  # zarr passes on any error of its parsers

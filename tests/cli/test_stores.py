@@ -164,6 +164,19 @@ def test_bad_stores_get_a_sentence(tmp_path, capsys, monkeypatch, make, sentence
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"zarr_format": 3, "node_type": "array"}'])
+def test_metadata_that_cannot_be_read_is_one_sentence(tmp_path, text):
+    """zarr reads arrays in tasks of asyncio, which prints the errors of all but the first."""
+    write(tmp_path / "p.zarr")
+    for file in (tmp_path / "p.zarr").glob("*/zarr.json"):
+        file.write_text(text)
+    line = [sys.executable, "-m", "minimha", "attend", str(tmp_path / "p.zarr")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("minimha: ")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_chunks_that_were_never_written_are_refused(tmp_path, capsys, name):
     group = write(tmp_path / "p.zarr")
