@@ -210,7 +210,7 @@ def test_problems_of_16_bits_are_compared_in_16_bits(run):
          "its output has shape (1, 5, 1, 4): expected (B, H, Lq, Dv) = (1, 1, 5, 4)"),
         ("kernel.py:crashes", "gives no output that can be compared: it was ended by signal "
          "SIGABRT; the end of its stderr: free(): invalid pointer"),
-        ("kernel.py:hangs --timeout 0.5", "it did not return within 1.5 s"),
+        ("kernel.py:hangs --timeout 0.2", "it did not return within 0.6 s"),
         ("kernel.py:without_return", "it returned NoneType: expected an array of numbers"),
         ("kernel.py:right --speaks pytorch", "speaks is 'pytorch': expected one of 'minimha'"),
         ("kernel.py:right --dtype float64", "dtype is 'float64': expected one of 'float32'"),

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from kernels.cpu.test_rungs import ragged
+from thorough import thorough_after
 
 import minimha
 from minimha.equations import dense
@@ -147,15 +148,18 @@ def test_an_upgrade_in_place_computes_with_the_new_code(changed, fresh):
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        lambda code: b"",
-        lambda code: code[:10],
-        lambda code: code[:-1],
-        lambda code: bytes(len(code)),
-        lambda code: code[:32] + os.urandom(len(code) - 32),
-        lambda code: code[:1000] + b"?" + code[1001:],
-        lambda code: b"\x80" * 5000,
-    ],
+    thorough_after(
+        4,
+        [
+            lambda code: b"",
+            lambda code: code[:-1],
+            lambda code: code[:1000] + b"?" + code[1001:],
+            lambda code: b"\x80" * 5000,
+            lambda code: code[:10],
+            lambda code: bytes(len(code)),
+            lambda code: code[:32] + os.urandom(len(code) - 32),
+        ],
+    ),
 )
 def test_a_damaged_file_is_not_found(damage, folder):
     assert_right(a_fresh_kernel())
