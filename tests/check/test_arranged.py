@@ -17,8 +17,6 @@ from minimha.check.problems import graded
 from minimha.check.search import NONE, known
 from minimha.check.verdict import DIFFERENCES, judge
 
-SEED = 5
-
 
 def taken(problem):
     """What the problem's arguments mean, by minimha's equations."""
@@ -60,7 +58,7 @@ def scaled_after_the_cap_while_decoding(q, k, v, softcap=None, k_scale=None, v_s
 
 
 def test_options_are_crossed_with_8_bits_and_shapes():
-    report = minimha.check(scaled_after_the_cap_while_decoding, seed=3)
+    report = minimha.check(scaled_after_the_cap_while_decoding)
     assert (report.verdict, report.deviations) == ("wrong", ("k_scale_late",)), str(report)
     assert report.findings.conditions == {"k_scale_late": "Lq = 1"}
 
@@ -419,7 +417,7 @@ def by_segments(counts_positions):
 
 @pytest.mark.parametrize("counts_positions", thorough_after(1, [False, True]))
 def test_sequences_without_a_number_are_named(counts_positions):
-    report = minimha.check(by_segments(counts_positions), seed=SEED)
+    report = minimha.check(by_segments(counts_positions))
     assert (report.verdict, report.deviations) == ("wrong", ("sequences_unnumbered",)), str(report)
 
 
@@ -436,7 +434,7 @@ def full_sequences_alone(q, k, v, *, cu_seqlens_q, cu_seqlens_k, q_offset=0, kv_
 
 @pytest.mark.thorough
 def test_lengths_of_sequences_that_were_dropped_are_named():
-    report = minimha.check(full_sequences_alone, seed=SEED)
+    report = minimha.check(full_sequences_alone)
     assert report.deviations == ("sequences_unnumbered",), str(report)
 
 
@@ -448,7 +446,7 @@ def lengths_from_the_first_row(q, k, v, *, cu_seqlens_q, cu_seqlens_k, kv_length
 
 
 def test_lengths_of_packed_rows_are_named():
-    report = minimha.check(lengths_from_the_first_row, seed=SEED)
+    report = minimha.check(lengths_from_the_first_row)
     assert report.deviations == ("lengths_from_first_sequence",), str(report)
 
 
@@ -466,11 +464,11 @@ def decoding_from_pages_of_32(change):
 
 @pytest.mark.thorough
 def test_pages_are_met_at_the_size_and_width_that_a_kernel_takes():
-    report = minimha.check(decoding_from_pages_of_32(lambda lengths: lengths), seed=SEED)
+    report = minimha.check(decoding_from_pages_of_32(lambda lengths: lengths))
     assert report.verdict == "right", str(report)
     assert "alibi_slopes" in report.covers["options"]
     short = decoding_from_pages_of_32(lambda lengths: np.maximum(lengths - 1, 1))
-    report = minimha.check(short, seed=SEED)
+    report = minimha.check(short)
     assert (report.verdict, report.deviations) == ("wrong", ("lengths_one_too_short",))
 
 
@@ -627,7 +625,7 @@ def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, *
     ),
 )
 def test_a_bug_that_only_these_options_show_is_named(kernel, named, where):
-    problems = [*graded("float32"), *arranged(SEED)]
+    problems = [*graded("float32"), *arranged(5)]  # of seed 0, two names explain all
     caller = Caller(kernel, "minimha", "float32")
     found = judge(problems, [caller.answer(arguments_of(problem)) for problem in problems])
     verdict = "differs" if named in DIFFERENCES else "wrong"
@@ -647,12 +645,12 @@ def test_a_bug_that_only_these_options_show_is_named(kernel, named, where):
     ),
 )
 def test_a_bug_is_named_by_all_problems_with_these_options(kernel, named):
-    report = minimha.check(kernel, seed=SEED)
+    report = minimha.check(kernel)
     assert (report.verdict, {*report.deviations}) == ("wrong", named), str(report)
 
 
 def test_what_was_not_asked_is_in_the_report():
-    report = minimha.check(dense, seed=SEED)
+    report = minimha.check(dense)
     assert report.verdict == "right"
     states = report.covers["packed, paged, functions"]
     assert states == dict.fromkeys(ARRANGING, "tried")
@@ -660,7 +658,7 @@ def test_what_was_not_asked_is_in_the_report():
     def plain(q, k, v, mask_mod=None):
         return dense(q, k, v, mask_mod=mask_mod)
 
-    report = minimha.check(plain, seed=SEED)
+    report = minimha.check(plain)
     states = report.covers["packed, paged, functions"]
     assert report.verdict == "right"
     assert states == dict.fromkeys(ARRANGING, "refused") | {"mask_mod": "tried"}
@@ -678,7 +676,7 @@ def test_functions_reach_a_kernel_in_another_process(tmp_path):
         "    return minimha.attention(q, k, v, score_mod=score_mod, q_offset=q_offset,\n"
         "                             backend='dense')\n"
     )
-    report = minimha.check(f"{where}:attention", seed=SEED)
+    report = minimha.check(f"{where}:attention")
     assert report.deviations == ("mask_mod_ignored",)
 
 
@@ -695,11 +693,11 @@ def only_together(change=lambda picks: picks):
 
 
 def test_options_that_are_taken_only_together_are_asked_together():
-    report = minimha.check(only_together(), seed=4)
+    report = minimha.check(only_together())
     assert report.verdict == "right", str(report)
     assert len([one for one in report.problems if one["is_right"]]) > 20
     assert {"key_indices", "cu_seqlens_q", "softcap"} <= set(report.covers["options"])
-    report = minimha.check(only_together(lambda picks: np.maximum(picks, 0)), seed=4)
+    report = minimha.check(only_together(lambda picks: np.maximum(picks, 0)))
     assert (report.verdict, report.deviations) == ("wrong", ("key_indices_pick_by_minus_1",))
 
 
@@ -710,7 +708,7 @@ def in_pages_and_packed(q, k, v, *, block_table, cu_seqlens_q, kv_lengths, alibi
 
 
 def test_where_queries_stand_is_asked_with_what_a_function_requires():
-    report = minimha.check(in_pages_and_packed, seed=4)
+    report = minimha.check(in_pages_and_packed)
     assert report.verdict == "right", str(report)
     assert "alibi_slopes" in report.covers["options"]
 
@@ -727,7 +725,7 @@ def distance_with_a_sign_when_decoding(q, k, v, *, block_table, kv_lengths, alib
 
 @pytest.mark.thorough
 def test_a_decoding_query_amid_its_pages_is_asked():
-    report = minimha.check(distance_with_a_sign_when_decoding, seed=6)
+    report = minimha.check(distance_with_a_sign_when_decoding)
     assert (report.verdict, report.deviations) == ("wrong", ("alibi_signed_distance",))
 
 
@@ -739,5 +737,5 @@ def pools_with_tokens_first(q, k, v, *, block_table, kv_lengths, scale=None):
 
 @pytest.mark.thorough
 def test_pools_in_another_order_of_axes_are_named():
-    report = minimha.check(pools_with_tokens_first, seed=6)
+    report = minimha.check(pools_with_tokens_first)
     assert (report.verdict, report.deviations) == ("wrong", ("page_size_wrong",))

@@ -54,7 +54,7 @@ def softcap_ignored_in_wide_heads(q, k, v, is_causal=False, q_offset=0, softcap=
 
 
 def test_a_bug_that_only_they_show_is_found_and_named():
-    report = minimha.check(softcap_ignored_in_wide_heads, seed=1)
+    report = minimha.check(softcap_ignored_in_wide_heads)
     assert (report.verdict, report.deviations) == ("wrong", ("softcap_ignored",)), str(report)
     assert report.findings.conditions == {"softcap_ignored": "D > 192"}
     taken = [x for x in report.findings.results if not x.is_refused]
