@@ -649,12 +649,15 @@ def test_a_bug_is_named_by_all_problems_with_these_options(kernel, named):
     assert (report.verdict, {*report.deviations}) == ("wrong", named), str(report)
 
 
-def test_what_was_not_asked_is_in_the_report():
+@pytest.mark.thorough
+def test_what_was_asked_is_in_the_report():
     report = minimha.check(dense)
     assert report.verdict == "right"
     states = report.covers["packed, paged, functions"]
     assert states == dict.fromkeys(ARRANGING, "tried")
 
+
+def test_what_was_refused_is_in_the_report():
     def plain(q, k, v, mask_mod=None):
         return dense(q, k, v, mask_mod=mask_mod)
 

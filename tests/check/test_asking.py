@@ -95,7 +95,7 @@ def test_a_kernel_that_forgets_an_option_beside_another_is_named(condition, opti
     assert report.explains[0] == report.explains[1]
 
 
-@pytest.mark.parametrize(("condition", "option"), thorough_after(1, list(forgotten())[::41]))
+@pytest.mark.parametrize(("condition", "option"), thorough_after(0, list(forgotten())[::41]))
 def test_it_is_named_by_a_kernel_that_refuses_three_options_too(condition, option):
     free = [name for name in OPTIONS if name != option and not condition.startswith(name)]
     found, report = how_found(condition, option, refused=free[:3])
@@ -290,7 +290,8 @@ def test_what_is_wrong_in_a_bug_of_two_conditions_is_right_elsewhere():
 
 
 def test_the_seed_is_in_the_report():
-    assert minimha.check(attention, seed=7).seed == 7
+    report = minimha.check(minimha.gated_delta_rule, speaks="gated_delta_rule", seed=7)
+    assert report.seed == 7
     with pytest.raises(TypeError, match="seed is 'x': expected an integer"):
         minimha.check(attention, seed="x")
 
