@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.catalogue import DEVIATIONS, LONGEST, OR_ONE_PAGE
+from minimha.check.catalogue import (
+    DEVIATIONS,
+    LAST_READ,
+    LONGEST,
+    OR_ONE_PAGE,
+    UNLESS_WHOLE,
+    WHATEVER_HIDES,
+)
 from minimha.check.expanded import (
     INDICES,
     PACKING,
@@ -221,11 +228,16 @@ def _axes(name: str) -> dict[str, Alter]:
         is_sorted = x.given.get("kv_lengths") is not None and len(a) > 1
         return a[order_by_lengths(x, way).argsort()] if is_sorted else a
 
+    def of_entry_0(x: Prepared, a: Array, when: str) -> Array:
+        if when == UNLESS_WHOLE:
+            return a if a.shape[:2] == (x.B, x.H) else a[:1, :1]
+        return a[:1] if when == "always" or a.shape[1] == 1 else a
+
     changes: dict[str, Callable[[Prepared, Array, Any], Any]] = {
         "by_kv_head": lambda x, a, way: over_heads(x, a, heads_by(x, way)),
         "head_0_for_all": lambda x, a, _: a[:, :1],
         "of_first_in_group": lambda x, a, n: over_heads(x, a, _first_in_group(x, n)),
-        "batch_0_for_all": lambda x, a, of: a[:1] if of == "always" or a.shape[1] == 1 else a,
+        "batch_0_for_all": of_entry_0,
         "row_0_for_all": lambda x, a, _: a[:, :, :1],
         "row_of_tile": lambda x, a, size: a[:, :, np.arange(x.Lq) % size % a.shape[2]],
         "row_mod_length": packed,
@@ -336,8 +348,12 @@ def _hide_queries(x: Prepared, given: Mapping[str, Any], way: str) -> Mapping[st
 
 
 def _lose_whole_page(x: Prepared, L: Array, page: Any) -> Array:
-    """Lose a last page that is full."""
-    size = _size(x, page, otherwise=x.Lk + 1)
+    """Lose a last page that is full; with ``LAST_READ``, of the keys that some query may see."""
+    if page == LAST_READ:
+        right = 0 if x.given.get("is_causal") else (x.given.get("window_size") or (None, None))[1]
+        if right is not None:
+            L = np.minimum(L, np.maximum(x.offset.ravel() + x.Lq + right, 0))
+    size = _size(x, "page" if page == LAST_READ else page, otherwise=x.Lk + 1)
     return np.where(L % size, L, L - size)
 
 
@@ -519,6 +535,13 @@ def _moved_borders(x: Prepared, given: Mapping[str, Any], more: Any) -> Mapping[
 
     Or let the keys of a sequence begin where its queries do.
     """
+    if more == "first query before":  # it belongs to the sequence before its own
+        starts = given.get("cu_seqlens_q")
+        if starts is None:
+            return {}
+        moved = np.array(starts)
+        moved[1:-1] = np.minimum(moved[1:-1] + 1, moved[-1])
+        return {"cu_seqlens_q": moved, "q_offset": given.get("q_offset", 0) + (moved - starts)[:-1]}
     if isinstance(more, str):
         return LIKE_QUERIES[more](x, given, more)
     changed: dict[str, Any] = {}
@@ -623,13 +646,14 @@ def _reread(x: Prepared, given: Mapping[str, Any], value: tuple[str, int]) -> Ma
 
 
 def _indexed(change: Callable[..., tuple[Any, Any, Any, Any]]) -> Alter:
-    """Call the functions of the options in ``names`` with other indices."""
+    """Call some functions with other indices; a value is their options, perhaps with a size."""
 
-    def alter(x: Prepared, given: Mapping[str, Any], names: tuple[str, ...]) -> Mapping[str, Any]:
+    def alter(x: Prepared, given: Mapping[str, Any], value: tuple[Any, ...]) -> Mapping[str, Any]:
         offset = np.broadcast_to(given.get("q_offset", 0), (x.B,))
+        names, *size = value if isinstance(value[0], tuple) else (value,)
 
         def otherwise(function: Any) -> Any:
-            return lambda *at: function(*at[:-4], *change(x, offset, *at[-4:]))
+            return lambda *at: function(*at[:-4], *change(x, offset, *at[-4:], *size))
 
         return {n: otherwise(given[n]) for n in names if given.get(n) is not None}
 
@@ -651,6 +675,8 @@ def _counted(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]
 
 def _minus_1(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, Any]:
     """Let -1 pick the first key or the last one, of a sequence if several are packed or paged."""
+    if which.startswith(WHATEVER_HIDES):
+        return {}  # then it is no index, but shows a key
     picks, last = np.asarray(given[INDICES]), np.shape(given["k"])[2] - 1
     if any(x.arguments.get(name) is not None for name in PACKING):
         last = _by_entry(given["kv_lengths"]) - 1
@@ -854,4 +880,5 @@ ARRANGED: dict[str, Alter] = {
     "functions_of_entry_0": _indexed(lambda x, o, b, h, i, j: (0 * b, h, i, j)),
     "functions_by_kv_head": _indexed(lambda x, o, b, h, i, j: (b, h // (x.H // x.Hkv), i, j)),
     "functions_of_head_0": _indexed(lambda x, o, b, h, i, j: (b, 0 * h, i, j)),
+    "functions_count_in_blocks": _indexed(lambda x, o, b, h, i, j, size: (b, h, i, j % size)),
 }

@@ -32,7 +32,8 @@ def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[An
 
     ``split`` is ("parts", 4) for 4 parts, of which the last may be shorter, ("floors", 4) for 4
     parts, of which the last may be longer, or ("keys", 64) for parts of 64 keys. ("at most 8", 64)
-    is as many equal parts as there are blocks of 64 keys, up to 8. ("at least 64", 8) is 8 equal
+    is as many equal parts as there are blocks of 64 keys, up to 8, and ("at most 8 whole", 64) as
+    many as there are whole blocks, but one at least. ("at least 64", 8) is 8 equal
     parts, or parts of 64 keys if these are longer. ("first", 64) is the first 64 keys, and the
     rest. ("every", 2) is each second key, from the first and from the second on. A kind that ends
     with ``EMPTY_TOO`` has the same parts.
@@ -41,8 +42,9 @@ def parts(x: Prepared, split: tuple[str, int]) -> tuple[NDArray[Any], NDArray[An
     kind = kind.removesuffix(EMPTY_TOO)
     if kind == "every":
         return x.j[:n], x.j % n
-    if kind == "at most 8":
-        kind, n = "parts", min(-(-x.Lk // n), 8)
+    if kind.startswith("at most"):
+        blocks = max(x.Lk // n, 1) if kind.endswith("whole") else -(-x.Lk // n)
+        kind, n = "parts", min(blocks, int(kind.split()[2]))
     whole = -(-x.Lk // n)
     sizes = {"parts": whole, "floors": max(x.Lk // n, 1), "at least 64": max(whole, 64)}
     size = sizes.get(kind, n)
@@ -90,6 +92,9 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
         B_r, B_c, masked = (*d["causal_masked_in_last_block"], 1)[:3]
         last_block = np.minimum(_last_row(x, B_r) + first, x.Lk - 1) // B_c
         seen = seen | (x.j // B_c <= last_block - masked)
+    if "causal_ignored_in_block_of_first_row" in d:
+        B_r, B_c = d["causal_ignored_in_block_of_first_row"]
+        seen = seen | (x.j < -(-(x.i // B_r * B_r + first) // B_c) * B_c)
     if "causal_ignored_in_tail" in d:  # of at least one whole tile
         whole = x.Lq // d["causal_ignored_in_tail"] * d["causal_ignored_in_tail"]
         seen = seen | ((x.i >= whole) & (whole > 0))
@@ -133,6 +138,9 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     p = rows(x, d, "window") + offset(x, d, "window")
     p_left = p - x.offset + x.offset[:1] if "window_left_of_entry_0" in d else p
     p_left = p_left - x.offset if "window_left_ignores_offset" in d else p_left
+    if "window_left_from_end" in d:
+        end = x.Lk if d["window_left_from_end"] == "Lk" else x.lengths
+        p_left = p_left - x.offset + end - x.Lq
     B_r, B_c = d.get("window_left_in_blocks", (1, 1))
     first = (p_left - left - x.i % B_r) // B_c * B_c
     if "window_starts_from_last_row" in d:
@@ -155,6 +163,8 @@ def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
     if "window_ends_from_first_row" in d:
         B_r, B_c = d["window_ends_from_first_row"]
         seen = seen & (x.j // B_c <= (p - x.i % B_r + right) // B_c)
+    if "window_loop_ignores_offset" in d and right != UNBOUNDED:
+        seen = seen & (x.j <= _last_row(x, d["window_loop_ignores_offset"]) + right)
     if "window_left_seen_in_whole_blocks" in d:
         B_r, B_c = d["window_left_seen_in_whole_blocks"]
         last = x.j // B_c * B_c + B_c - 1  # key of its block
@@ -225,7 +235,8 @@ def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
         return np.full_like(x.offset, keys - queries)
     if of == "alibi" and "alibi_from_first_row" in d:
         starts = x.arguments.get("cu_seqlens_q", 0)
-        moved = (starts - np.asarray(x.arguments.get("cu_seqlens_k", starts)))[:-1]
+        of_keys = np.asarray(x.arguments.get("cu_seqlens_k", starts))
+        moved = (starts * (d["alibi_from_first_row"] == "both") - of_keys)[:-1]
         return np.asarray(x.offset + moved.reshape(-1, 1, 1, 1))
     return np.asarray(x.offset + d.get("offset_moved", 0))
 

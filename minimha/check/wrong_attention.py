@@ -543,8 +543,9 @@ class _Deviation(Scores):
         if self.d.get("only_first_computed", ("", 0))[0] in (*AXES, GROUPS):
             self.leave_out(*self.d["only_first_computed"])
         if "written_as_far_as_inputs" in self.d:
-            axis = self.d["written_as_far_as_inputs"]
-            self.leave_out(axis, self.x.D if axis == "columns" else self.x.Lk)
+            axis, block = self.d["written_as_far_as_inputs"]
+            size = self.x.D if axis == "columns" else self.x.Lk
+            self.leave_out(axis, -(-size // block) * block)
         arrays = [self.O, self.bound, *self.others]
         is_free = spread(self.is_free[..., None], self.O.shape)
         way = self.d.get("heads_not_moved_back")

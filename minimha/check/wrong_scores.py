@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from minimha.check import visible
 from minimha.check.altered import altered, heads_by, scales_by_head
-from minimha.check.catalogue import STEPS
+from minimha.check.catalogue import STEPS, WHATEVER_HIDES
 from minimha.check.expanded import INDICES, indices, laid_out
 from minimha.check.prepared import Impossible, Prepared, spread
 from minimha.check.rounding import FORMATS, accumulated, rounded
@@ -33,13 +33,14 @@ MOVED = {
     "softcap_after_bias": ("cap", 3.5),
     "softcap_after_alibi": ("alibi", 1.9),
     "softcap_after_mask": ("cap", 4.5),
+    "score_mod_after_mask": ("modify", 4.5),
 }
 MULTIPLIED_OTHERWISE = {
     "q_k_swapped", "k_reshaped_not_transposed", "only_first_computed", "last_columns_count_twice",
 }  # fmt: skip
 HIDDEN_FINITELY = (
     "hidden_after_softmax", "hidden_score_zero", "hidden_score_small", "hidden_read_as_zeros",
-    "softcap_after_mask", "mask_added_as_number",
+    "softcap_after_mask", "score_mod_after_mask", "mask_added_as_number",
 )  # fmt: skip
 
 
@@ -51,6 +52,7 @@ class Scores:
         self.is_free = np.zeros(self.x.shape[:3], bool)
         self.is_lse_free = np.zeros(self.x.shape[:3], bool)
         self.factor: Array | float = 1.0  # of all weights
+        self.is_twice: Array | None = None  # keys with twice their weight
         self.returned: Array | None = None  # log-sum-exp, if it is not that of the weights' sums
 
     def multiply(self) -> None:
@@ -115,8 +117,10 @@ class Scores:
         self.by_lengths = visible.by_lengths(of_lengths, self.d)
         mask = self.x.problem.attn_mask
         self.by_mask = visible.ALL if mask is None else mask
-        if self.d.get("key_indices_pick_by_minus_1", "") == "last, whatever hides it":
+        if self.d.get("key_indices_pick_by_minus_1", "").startswith(WHATEVER_HIDES):
             shown = visible.last_for_none(self.x, laid_out(self.right.arguments)[0][INDICES])
+            if self.d["key_indices_pick_by_minus_1"] != WHATEVER_HIDES:
+                self.is_twice = shown & self.by_positions & self.by_lengths & self.by_mask
             self.by_positions, self.by_lengths = self.by_positions | shown, self.by_lengths | shown
             self.by_mask = self.by_mask | shown
         if "mask_ignored_before_diagonal" in self.d:
@@ -147,15 +151,12 @@ class Scores:
             self.weigh_parts("lse", self.d["lse_base_2_merged"])
         if "parts_merged_wrongly" in self.d:
             self.weigh_parts(*self.d["parts_merged_wrongly"])
-        if "last_block_moved_back" in self.d:
-            self.count_twice(self.d["last_block_moved_back"])
-
-    def count_twice(self, block: int) -> None:
-        """Double the weight of keys that a last block has too, moved back to be whole."""
-        x, end = self.x, self.x.Lk // block * block
-        if end < x.Lk:
-            is_twice = (x.j >= x.Lk - block) & (x.j < end)
-            self.S = np.where(is_twice, self.S + np.log(2), self.S)
+        if "last_block_moved_back" in self.d:  # to be whole, so that it has keys of another, too
+            block = self.d["last_block_moved_back"]
+            end = self.x.Lk // block * block
+            self.is_twice = (self.x.j >= self.x.Lk - block) & (self.x.j < end) & (end < self.x.Lk)
+        if self.is_twice is not None:
+            self.S = np.where(self.is_twice, self.S + np.log(2), self.S)
 
     def seen_in_parts(self, split: tuple[str, int]) -> Array:
         """Return whether each query sees a key of each part, (B, H, Lq, parts)."""
@@ -311,7 +312,8 @@ class Scores:
     def modify(self) -> None:
         function = self.x.given.get("score_mod")
         if function is not None:  # the problems' functions shrink differences of scores
-            before, S = self.S, function(self.S, *indices(self.x.given))
+            S = function(self.S, *indices(self.x.given))
+            before = np.where(np.isneginf(self.S), 0, self.S)  # where keys are hidden already
             self.S = spread(before, self.x.shape)
             self.add(S - before)
 
@@ -353,7 +355,7 @@ class Scores:
         if d.get("padding_seen", ("",))[0] == "always":
             self.S = np.where(self.x.j >= self.right.Lk, 0, self.S)
         self.softly = softly  # False for keys that are hidden but may reach a row
-        if "softcap_after_mask" in d:
+        if {"softcap_after_mask", "score_mod_after_mask"} & set(d):
             self.softly = softly & hard
         if "mask_added_as_number" in d:
             self.softly = softly & self.by_mask

@@ -484,6 +484,66 @@ def alibi_of_packed_rows(q, k, v, alibi_slopes=None, **options):
     return dense(q, k, v, score_mod=score_mod, **options)
 
 
+def alibi_of_packed_keys(q, k, v, alibi_slopes=None, **options):
+    """The distance is to the key's row among all packed keys."""
+    starts = options.get("cu_seqlens_k", options.get("cu_seqlens_q"))
+    if alibi_slopes is None or starts is None or "block_table" in options:
+        return dense(q, k, v, alibi_slopes=alibi_slopes, **options)
+
+    def score_mod(score, b, h, i, j):
+        return score - alibi_slopes[h] * abs(i - starts[b] - j)
+
+    return dense(q, k, v, score_mod=score_mod, **options)
+
+
+def places_in_blocks(q, k, v, score_mod=None, mask_mod=None, **options):
+    """Functions get the key's place in its block of 16."""
+
+    def otherwise(function):
+        return function and (lambda *at: function(*at[:-1], at[-1] % 16))
+
+    functions = {"score_mod": otherwise(score_mod), "mask_mod": otherwise(mask_mod)}
+    return dense(q, k, v, **functions, **options)
+
+
+def first_query_before(q, k, v, cu_seqlens_q=None, **options):
+    """The first query of a sequence belongs to the sequence before, whose positions go on."""
+    if cu_seqlens_q is None:
+        return dense(q, k, v, **options)
+    starts = np.array(cu_seqlens_q)
+    starts[1:-1] = np.minimum(starts[1:-1] + 1, starts[-1])
+    offset = options.pop("q_offset", 0) + (starts - cu_seqlens_q)[:-1]
+    options.setdefault("cu_seqlens_k", None if "block_table" in options else cu_seqlens_q)
+    return dense(q, k, v, cu_seqlens_q=starts, q_offset=offset, **options)
+
+
+def changed_after_the_mask(q, k, v, score_mod=None, mask_mod=None, **options):
+    """score_mod gets -inf for hidden keys."""
+    if score_mod is None or mask_mod is None:
+        return dense(q, k, v, score_mod=score_mod, mask_mod=mask_mod, **options)
+
+    def both(score, *at):
+        return score_mod(np.where(mask_mod(*at), score, -np.inf), *at)
+
+    return dense(q, k, v, score_mod=both, **options)
+
+
+def minus_1_is_the_last_key(q, k, v, key_indices=None, **options):
+    """As NumPy reads it; it counts once, beside an index of the last key, too."""
+    if key_indices is None:
+        return dense(q, k, v, **options)
+    if {*options} - {"return_lse"}:
+        raise NotImplementedError
+    n, G = k.shape[2], q.shape[1] // k.shape[1]
+    picks = np.asarray(key_indices).reshape((1,) * (4 - np.ndim(key_indices)) + key_indices.shape)
+    seen = (picks[..., None] == np.arange(-1, n)).any(-2)
+    times = seen[..., 1:].astype(float)
+    times[..., -1] += seen[..., 0]
+    times = np.repeat(times, G, 1) if times.shape[1] > 1 else times
+    with np.errstate(divide="ignore"):
+        return dense(q, k, v, attn_bias=np.log(times).astype(np.float32), **options)
+
+
 def causal_ignored_beside_key_indices(q, k, v, is_causal=False, **options):
     return dense(q, k, v, is_causal=is_causal and "key_indices" not in options, **options)
 
@@ -606,6 +666,11 @@ def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, *
             (weights_become_integers, "weights_in_dtype_of_values", ""),
             (indices_of_head_mod_Hkv, "key_indices_by_head", ""),
             (alibi_of_packed_rows, "alibi_from_first_row", ""),
+            (alibi_of_packed_keys, "alibi_from_first_row", ""),
+            (places_in_blocks, "functions_count_in_blocks", ""),
+            (first_query_before, "sequences_begin_wrongly", ""),
+            (changed_after_the_mask, "score_mod_after_mask", ""),
+            (minus_1_is_the_last_key, "key_indices_pick_by_minus_1", ""),
             (scaled(lambda k, v, s, t: {"k": widened(k, s), "v": v * 1.0}), "scales_ignored", ""),
             (scaled(lambda k, v, s, t: {"k_scale": s * s, "v_scale": t}), "scales_twice", ""),
             (scaled(lambda k, v, s, t: {"k_scale": t, "v_scale": s}), "scales_swapped", ""),

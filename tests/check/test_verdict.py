@@ -124,6 +124,7 @@ def test_two_deviations_are_named_as_the_pair(one, other):
             (wrong.unmasked_in_even_blocks, "lengths_rounded_up"),
             (wrong.nan_where_a_window_starts, "part_without_keys_nan"),
             (wrong.clipped_before_the_softmax, "scores_clipped"),
+            (wrong.tiles_of_rows_counted_from_keys, "written_as_far_as_inputs"),
         ],
     ),
 )

@@ -689,3 +689,56 @@ def two_heads_at_a_time(q, k, v, attn_bias=None, attn_mask=None):
     if attn_mask is not None:
         seen = np.broadcast_to(attn_mask, S.shape)[:, first]
     return padded_scores(S, v, seen)
+
+
+def positions(q, k, q_offset):
+    """Return the positions of queries, (B, 1, Lq, 1), and of keys."""
+    first = np.broadcast_to(q_offset, (len(q),)).reshape(-1, 1, 1, 1)
+    return first + np.arange(q.shape[2])[:, None], np.arange(k.shape[2])
+
+
+@has("window_left_from_end")
+def window_before_the_last_key(q, k, v, window_size=None, q_offset=0):
+    """As in a cache whose last key is the last query's."""
+    if window_size is None:
+        return padded(q, k, v, True)
+    p, j = positions(q, k, q_offset)
+    left, right = (side if side is not None else 1 << 20 for side in window_size)
+    last = positions(q, k, k.shape[2] - q.shape[2])[0]
+    return padded(q, k, v, (j >= last - left) & (j <= p + right))
+
+
+@has("window_loop_ignores_offset")
+def loop_to_the_last_row_of_a_tile(q, k, v, window_size=None, q_offset=0):
+    if window_size is None:
+        return padded(q, k, v, True)
+    p, j = positions(q, k, q_offset)
+    left, right = (side if side is not None else 1 << 20 for side in window_size)
+    end = np.minimum(np.arange(q.shape[2]) // 32 * 32 + 32, q.shape[2])[:, None] + right
+    return padded(q, k, v, (j >= p - left) & (j <= p + right) & (j < end))
+
+
+@has("causal_ignored_in_block_of_first_row")
+def masked_from_the_next_block_on(q, k, v, is_causal=False, q_offset=0):
+    """Blocks of 32 keys; those before the tile's first row are rounded up, and are not masked."""
+    if not is_causal:
+        return padded(q, k, v, True)
+    p, j = positions(q, k, q_offset)
+    first = positions(q, k, q_offset)[0] - np.arange(q.shape[2])[:, None] % 32
+    return padded(q, k, v, (j <= p) | (j < (first + 31) // 32 * 32))
+
+
+def tiles_of_rows_counted_from_keys(q, k, v):
+    output = padded(q, k, v, True)
+    output[:, :, (k.shape[2] + 31) // 32 * 32 :] = 0
+    return output
+
+
+@has("mask_batch_0_for_all")
+def mask_without_all_axes(q, k, v, attn_mask=None):
+    if attn_mask is None:
+        return padded(q, k, v, True)
+    shape = (*q.shape[:2], q.shape[2], k.shape[2])
+    whole = attn_mask.ndim == 4 and attn_mask.shape[:2] == shape[:2]
+    mask = attn_mask if whole or attn_mask.ndim < 4 else attn_mask[:1, :1]
+    return padded(q, k, v, np.broadcast_to(mask, shape))
