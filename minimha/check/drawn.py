@@ -135,7 +135,7 @@ def _arguments(
     if "sinks" in on:
         given["sinks"] = draw.numbers(H, spread=2) + np.float32(rng.choice([0, 2]))
     if "scale" in on:
-        given["scale"] = float(rng.choice([0.4, 0.7, 1.6]) / np.sqrt(D))
+        given["scale"] = float(rng.choice([0.4, 0.7, 1.6, -0.5]) / np.sqrt(D))
     if "return_lse" in on:
         given["return_lse"] = True
     return given
