@@ -359,7 +359,7 @@ _ALL = [
          "None is no limit: without is_causal, all keys of the future are seen."),
         ("window_ends_from_first_row", "The loop over keys ends at the first row's last key.",
          "Visit the keys up to the last row's i + q_offset + right.", TILES),
-        ("window_loop_ignores_offset", "The loop over keys ends where it would without q_offset.",
+        ("window_loop_ignores_offset", "A window's loop ends where it would without q_offset.",
          "Visit the keys up to the last row's i + q_offset + right.", BLOCKS[:5]),
         ("window_right_short", "The window's right side is too short.",
          "Both sides are inclusive: keys up to i + q_offset + right are seen."),

@@ -10,7 +10,8 @@ The bounds follow from rounding, as in the tests of the kernels. Let u be half a
 A score is a sum of D products, with an error up to 2⁻²⁴ (D + 8) |scale| Σ |q_d k_d| plus a few u
 of the score. An error δ of the scores changes a weight by a factor of at most exp(2δ). Weights and
 output are rounded to the dtype. In exp(s - L) the log-sum-exp L has an error of 2⁻²³ |L|, by which
-the output o moves 2⁻²³ |L| |o|.
+the output o moves 2⁻²³ |L| |o|. A mean that moves from key to key, m + (v - m) w, has errors of the
+largest value that it met: 2⁻²¹ max |v|.
 """
 
 from __future__ import annotations
@@ -343,6 +344,9 @@ class _Deviation(Scores):
         relative = self.looseness + x.extra + 2 * x.unit + x.summed(x.Lk, 32)
         self.bound = relative * (abs(W) @ sizes) + self.moved_by_scores()
         self.bound = self.bound + x.smallest * (1 + sizes.sum(-2, keepdims=True))
+        if not x.is_likely:  # the mean of a right kernel may move from key to key
+            seen = sizes * np.asarray((W != 0).any(-2))[..., None]
+            self.bound = self.bound + 8 * FLOAT32 * seen.max(-2, keepdims=True, initial=0)
         if "weights_in_float16" in self.d and not x.is_exact:
             self.bound = self.bound + SMALLEST["float16"] * sizes.sum(-2, keepdims=True)
 

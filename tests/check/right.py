@@ -17,6 +17,7 @@ def random_kernel(rng, dtype="float32"):
         "rounds_weights": bool(rng.integers(2)),
         "rounds_scores": bool(rng.integers(2)),
         "transposed": bool(rng.integers(2)),
+        "moves_mean": rng.random() < 0.25,
     }
     return (lambda **arguments: attend(choices, dtype, **arguments)), choices
 
@@ -71,9 +72,14 @@ def part(how, c, narrow, q, k, v, seen, keys, o):
             O = np.where(rows[..., None], np.nan, O)
             V = V.copy()
             V[:, :, bad] = 0
-        O = alpha[..., None] * O + P @ V
+        if how["moves_mean"]:
+            share = P.sum(-1) / np.where(l == 0, 1, l)
+            mean = P @ V / np.where(share == 0, 1, P.sum(-1))[..., None]
+            O = O + (mean - O) * share[..., None]
+        else:
+            O = alpha[..., None] * O + P @ V
         m = m_new
-    return m, l, O
+    return m, l, O * l[..., None] if how["moves_mean"] else O
 
 
 def scores(how, c, narrow, q, k, j, o):
