@@ -26,6 +26,7 @@ from minimha.check.crossed import (
 )
 from minimha.check.prepared import Prepared
 from minimha.check.problems import graded
+from minimha.check.search import known
 from minimha.check.sized import sized
 from minimha.layers import MultiHeadAttention
 
@@ -294,6 +295,14 @@ def test_the_seed_is_in_the_report():
     assert report.seed == 7
     with pytest.raises(TypeError, match="seed is 'x': expected an integer"):
         minimha.check(attention, seed="x")
+
+
+@pytest.mark.thorough
+def test_each_problem_is_prepared_once():
+    known.cache_clear()
+    report = minimha.check(lambda q, k, v, **o: minimha.attention(q, k, v, backend="dense", **o))
+    assert report.verdict == "right"
+    assert known.cache_info().misses == len(report.findings.results)
 
 
 @pytest.mark.parametrize("dtype", thorough_after(1, ["bfloat16", "float16"]))
