@@ -293,6 +293,14 @@ def _at_corners(x: Prepared, mask: Array, tile: tuple[int, int]) -> Array:
     return np.asarray(mask | whole)
 
 
+def _by_corners(x: Prepared, mask: Array, tile: tuple[int, int]) -> Array:
+    """Show a whole tile if mask_mod shows its four corners, for all entries and heads."""
+    if x.arguments.get("mask_mod") is None:
+        return mask
+    mask = np.broadcast_to(mask, (*mask.shape[:-2], x.Lq, x.Lk))
+    return mask | _at_corners(x, np.asarray(mask.all((0, 1), keepdims=True)), tile)
+
+
 def _lengths(change: Callable[[Prepared, Array, Any], Any]) -> Alter:
     return _option(
         "kv_lengths",
@@ -417,6 +425,29 @@ def _pad(x: Prepared, given: Mapping[str, Any], value: tuple[str, int]) -> Mappi
     return found
 
 
+def _first_rows(x: Prepared, given: Mapping[str, Any]) -> tuple[Array, Array]:
+    """Return the first row of each entry, or sequence, among all queries and among all keys.
+
+    Keys in pages have no such rows: then both are 0.
+    """
+    starts, b = given.get("cu_seqlens_q"), np.arange(x.B)
+    if given.get("block_table") is not None:
+        return 0 * b, 0 * b
+    if starts is None:
+        return b * x.Lq, b * x.Lk
+    return starts[:-1], np.asarray(given.get("cu_seqlens_k", starts))[:-1]
+
+
+def _among_all(x: Prepared, b: Any, i: Any, j: Any) -> tuple[Any, Any]:
+    """Return positions in entry, or sequence, b as rows among all queries and among all keys."""
+    queries, keys = _first_rows(x, x.arguments)
+    return queries[b] + i, keys[b] + j
+
+
+def _from_first_of_all(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    return {"q_offset": given.get("q_offset", 0) + np.subtract(*_first_rows(x, given))}
+
+
 def confused(a: Array, way: str) -> Array:
     """Return ``a`` (B, H, L, D) with heads and tokens confused by a reshape without a transpose.
 
@@ -450,6 +481,8 @@ ALTERATIONS: dict[str, Alter] = {
     ),
     "mask_read_at_corners": _option("attn_mask", _at_corners),
     "mask_row_in_first_tile": _option("attn_mask", _in_first_tile),
+    "mask_mod_read_at_corners": _option("attn_mask", _by_corners),
+    "positions_from_first_of_all": _from_first_of_all,
     "mask_inverted": _option("attn_mask", lambda x, a, _: ~a),
     "alibi_slope_0_for_all": _option("alibi_slopes", lambda x, a, _: a[0 * a.astype(int)]),
     "alibi_by_kv_head": _option("alibi_slopes", lambda x, a, way: a[heads_by(x, way)]),
@@ -778,6 +811,13 @@ def _scale_of_block(given: Mapping[str, Any], name: str, size: int) -> Any:
     return scales[..., np.arange(scales.shape[-1]) // size * size]
 
 
+def _scales_repeat(given: Mapping[str, Any], name: str, size: int) -> Any:
+    scales = np.asarray(given[name])
+    if scales.ndim < 3 or given.get("block_table") is not None:
+        return scales
+    return scales[..., np.arange(scales.shape[-1]) % size]
+
+
 def _scales_transposed(given: Mapping[str, Any], name: str) -> Any:
     scales = np.asarray(given[name])
     if scales.ndim < 3:
@@ -857,6 +897,7 @@ ARRANGED: dict[str, Alter] = {
     "scales_in_sum": _scales_in_sum,
     "scales_of_block": _rescaled(_scale_of_block),
     "scales_transposed": _rescaled(_scales_transposed),
+    "scales_repeat": _rescaled(_scales_repeat),
     "scales_swapped": _rescaled(lambda given, name: given["kv".replace(name[0], "") + name[1:]]),
     "scales_of_first_for_all": _rescaled(_scale_of_first),
     "pages_by_place": _pages_by_place,
@@ -867,6 +908,7 @@ ARRANGED: dict[str, Alter] = {
     "sequences_begin_wrongly": _moved_borders,
     "sequences_end_in_whole_blocks": _ranges(_in_whole_blocks),
     "packed_positions_from_first_row": _from_first_row,
+    "positions_from_first_of_all": _from_first_of_all,
     "pages_of_entry_0": _pages(lambda table, _: np.repeat(table[:1], len(table), 0)),
     "pages_in_order": _option("block_table", _in_order),
     "page_size_wrong": _reread,
@@ -880,5 +922,6 @@ ARRANGED: dict[str, Alter] = {
     "functions_of_entry_0": _indexed(lambda x, o, b, h, i, j: (0 * b, h, i, j)),
     "functions_by_kv_head": _indexed(lambda x, o, b, h, i, j: (b, h // (x.H // x.Hkv), i, j)),
     "functions_of_head_0": _indexed(lambda x, o, b, h, i, j: (b, 0 * h, i, j)),
+    "functions_count_all_rows": _indexed(lambda x, o, b, h, i, j: (b, h, *_among_all(x, b, i, j))),
     "functions_count_in_blocks": _indexed(lambda x, o, b, h, i, j, size: (b, h, i, j % size)),
 }

@@ -181,7 +181,7 @@ def from_window(
 
     Positions may count from the number of a key's page. They and lengths also differ if positions
     count from the window's first page, whose first key is at position 0, or at that of the window's
-    left side; then lengths count so, too. ``given`` has the pages.
+    left side; then lengths count so, too. ``given`` has the pages; else all keys are one page.
     """
     left, _ = given.given.get("window_size") or (None, None)
     table = given.arguments.get("block_table")
@@ -190,13 +190,14 @@ def from_window(
         pages = np.asarray(table)[:, np.minimum(x.j // size, np.shape(table)[1] - 1)]
         moved.j = (pages * size + x.j % size)[:, None, None]
         return moved, x, ALL
-    if "pages_from_window" not in d or left is None or table is None:
+    way = "left side" if "keys_count_from_window" in d else d.get("pages_from_window", "")
+    if not way or left is None or (table is None and "pages_from_window" in d):
         return x, x, ALL
-    size = np.shape(given.arguments["k"])[2]
+    size = x.Lk if table is None else np.shape(given.arguments["k"])[2]
     start = np.clip(x.offset - left, 0, x.lengths)
     first = start // size * size
     is_read, moved = np.asarray(x.j >= first), copy(x)
-    if d["pages_from_window"] == "0":
+    if way == "0":
         moved.j = x.j - first
         return moved, x, is_read
     moved.j = x.j - first + start

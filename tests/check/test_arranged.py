@@ -506,6 +506,53 @@ def places_in_blocks(q, k, v, score_mod=None, mask_mod=None, **options):
     return dense(q, k, v, **functions, **options)
 
 
+def rows_of_the_arrays(q, k, v, score_mod=None, mask_mod=None, **options):
+    """Functions get the rows of packed arrays, and of a batch as if it were packed."""
+    starts = options.get("cu_seqlens_q")
+    keys = options.get("cu_seqlens_k", starts)
+    if starts is None:
+        b = np.arange(len(q) + 1)
+        starts, keys = b * q.shape[2], b * k.shape[2]
+
+    def otherwise(function):
+        def moved(*at):
+            *others, b, h, i, j = at
+            return function(*others, b, h, starts[b] + i, keys[b] + j)
+
+        return function and moved
+
+    if "block_table" in options:
+        return dense(q, k, v, score_mod=score_mod, mask_mod=mask_mod, **options)
+    return dense(q, k, v, score_mod=otherwise(score_mod), mask_mod=otherwise(mask_mod), **options)
+
+
+def whole_if_the_corners_are(q, k, v, mask_mod=None, **options):
+    """Tiles of 16 queries and keys."""
+    if mask_mod is None:
+        return dense(q, k, v, **options)
+    if {"cu_seqlens_q", "block_table", "score_mod", "key_indices"} & {*options}:
+        raise NotImplementedError
+    B, H, Lq, Lk, first = *q.shape[:3], k.shape[2], options.get("q_offset", 0)
+    b, h, i, j = np.ogrid[:B, :H, :Lq, :Lk]
+    i = i + np.broadcast_to(first, (B,)).reshape(-1, 1, 1, 1)
+    seen = np.broadcast_to(mask_mod(b, h, i, j), (B, H, Lq, Lk)).copy()
+    for r in range(0, Lq, 16):
+        for c in range(0, Lk, 16):
+            tile = seen[:, :, r : r + 16, c : c + 16]
+            if tile[:, :, [0, 0, -1, -1], [0, -1, 0, -1]].all():
+                tile[:] = True
+    if options.get("attn_mask") is not None:
+        seen = seen & options.pop("attn_mask")
+    return dense(q, k, v, attn_mask=seen, **options)
+
+
+def scales_of_the_first_tile(q, k, v, k_scale=None, v_scale=None, **options):
+    """Tiles of 16 tokens."""
+    if "block_table" not in options and np.ndim(k_scale) == 3:
+        k_scale, v_scale = (s[..., np.arange(k.shape[2]) % 16] for s in (k_scale, v_scale))
+    return dense(q, k, v, k_scale=k_scale, v_scale=v_scale, **options)
+
+
 def first_query_before(q, k, v, cu_seqlens_q=None, **options):
     """The first query of a sequence belongs to the sequence before, whose positions go on."""
     if cu_seqlens_q is None:
@@ -668,6 +715,8 @@ def scales_in_the_sum(q, k, v, v_scale=None, block_table=None, attn_bias=None, *
             (alibi_of_packed_rows, "alibi_from_first_row", ""),
             (alibi_of_packed_keys, "alibi_from_first_row", ""),
             (places_in_blocks, "functions_count_in_blocks", ""),
+            (rows_of_the_arrays, "functions_count_all_rows", ""),
+            (scales_of_the_first_tile, "scales_repeat", ""),
             (first_query_before, "sequences_begin_wrongly", ""),
             (changed_after_the_mask, "score_mod_after_mask", ""),
             (minus_1_is_the_last_key, "key_indices_pick_by_minus_1", ""),
@@ -706,6 +755,7 @@ def test_a_bug_that_only_these_options_show_is_named(kernel, named, where):
         [
             (sequence_by_sequence(up_to_an_empty_one), {"sequences_end_at_empty"}),
             (gathered, {"key_indices_pick_by_minus_1", "key_indices_count_twice"}),
+            (whole_if_the_corners_are, {"mask_mod_read_at_corners"}),
         ],
     ),
 )

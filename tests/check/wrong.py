@@ -742,3 +742,25 @@ def mask_without_all_axes(q, k, v, attn_mask=None):
     whole = attn_mask.ndim == 4 and attn_mask.shape[:2] == shape[:2]
     mask = attn_mask if whole or attn_mask.ndim < 4 else attn_mask[:1, :1]
     return padded(q, k, v, np.broadcast_to(mask, shape))
+
+
+@has("keys_count_from_window")
+def keys_of_the_window_read_from_the_first(q, k, v, window_size=None, q_offset=0):
+    """The keys of the window are numbered rightly, but the first ones are read for them."""
+    if window_size is None:
+        return padded(q, k, v, True)
+    p, j = positions(q, k, q_offset)
+    left, right = (side if side is not None else 1 << 20 for side in window_size)
+    start = np.maximum(p[:, :, :1] - left, 0)
+    j = start + j
+    return padded(q, k, v, (j >= p - left) & (j <= p + right) & (j < k.shape[2]))
+
+
+@has("positions_from_first_of_all")
+def rows_of_one_matrix(q, k, v, is_causal=False, q_offset=0):
+    """Queries of all entries are rows of one matrix, and so are keys."""
+    if not is_causal:
+        return padded(q, k, v, True)
+    p, j = positions(q, k, q_offset)
+    b = np.arange(len(q)).reshape(-1, 1, 1, 1)
+    return padded(q, k, v, b * k.shape[2] + j <= b * q.shape[2] + p)
