@@ -31,7 +31,7 @@ from minimha.check.expanded import (
 )
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.rounding import rounded
-from minimha.check.visible import packed_rows
+from minimha.check.visible import first_rows, packed_rows
 from minimha.equations.arrays import FLOAT8, extension
 from minimha.equations.eight_bits import SCALES, scales_of
 
@@ -425,27 +425,18 @@ def _pad(x: Prepared, given: Mapping[str, Any], value: tuple[str, int]) -> Mappi
     return found
 
 
-def _first_rows(x: Prepared, given: Mapping[str, Any]) -> tuple[Array, Array]:
-    """Return the first row of each entry, or sequence, among all queries and among all keys.
-
-    Keys in pages have no such rows: then both are 0.
-    """
-    starts, b = given.get("cu_seqlens_q"), np.arange(x.B)
-    if given.get("block_table") is not None:
-        return 0 * b, 0 * b
-    if starts is None:
-        return b * x.Lq, b * x.Lk
-    return starts[:-1], np.asarray(given.get("cu_seqlens_k", starts))[:-1]
-
-
 def _among_all(x: Prepared, b: Any, i: Any, j: Any) -> tuple[Any, Any]:
     """Return positions in entry, or sequence, b as rows among all queries and among all keys."""
-    queries, keys = _first_rows(x, x.arguments)
+    if x.arguments.get("block_table") is not None:
+        return i, j
+    queries, keys = first_rows(x, x.arguments)
     return queries[b] + i, keys[b] + j
 
 
 def _from_first_of_all(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
-    return {"q_offset": given.get("q_offset", 0) + np.subtract(*_first_rows(x, given))}
+    if given.get("block_table") is not None:
+        return {}
+    return {"q_offset": given.get("q_offset", 0) + np.subtract(*first_rows(x, given))}
 
 
 def confused(a: Array, way: str) -> Array:
@@ -556,27 +547,19 @@ def _first_alone(starts: Array, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_first_row(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[str, Any]:
     """Positions that count from the first of all packed queries, or from the first key too."""
-    starts = given.get("cu_seqlens_q")
-    if starts is None:
+    if given.get("cu_seqlens_q") is None:
         return {}
-    keys = given.get("cu_seqlens_k", starts) if which == "both" else starts * 0
-    return {"q_offset": given.get("q_offset", 0) + (starts - keys)[:-1]}
+    queries, keys = first_rows(x, given)
+    return {"q_offset": given.get("q_offset", 0) + queries - keys * (which == "both")}
 
 
 def _moved_borders(x: Prepared, given: Mapping[str, Any], more: Any) -> Mapping[str, Any]:
     """Move the borders between packed sequences, of queries and of keys.
 
-    Or let the keys of a sequence begin where its queries do.
+    Or change them in one of the ``OTHER_BORDERS``.
     """
-    if more == "first query before":  # it belongs to the sequence before its own
-        starts = given.get("cu_seqlens_q")
-        if starts is None:
-            return {}
-        moved = np.array(starts)
-        moved[1:-1] = np.minimum(moved[1:-1] + 1, moved[-1])
-        return {"cu_seqlens_q": moved, "q_offset": given.get("q_offset", 0) + (moved - starts)[:-1]}
     if isinstance(more, str):
-        return LIKE_QUERIES[more](x, given, more)
+        return OTHER_BORDERS[more](x, given, more)
     changed: dict[str, Any] = {}
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if given.get(name) is not None:
@@ -603,7 +586,18 @@ def _ranges(change: Callable[[Array, Array, Any], tuple[Array, Array]]) -> Alter
     return alter
 
 
-LIKE_QUERIES = {
+def _first_query_before(x: Prepared, given: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+    """Give each sequence's first query to the sequence before; positions stay those of rows."""
+    starts = given.get("cu_seqlens_q")
+    if starts is None:
+        return {}
+    moved = np.array(starts)
+    moved[1:-1] = np.minimum(moved[1:-1] + 1, moved[-1])
+    return {"cu_seqlens_q": moved, "q_offset": given.get("q_offset", 0) + (moved - starts)[:-1]}
+
+
+OTHER_BORDERS = {
+    "first query before": _first_query_before,
     "as queries": _ranges(lambda q, k, _: (q[:-1], q[:-1] + np.diff(k))),
     "as long as queries": _ranges(lambda q, k, _: (k[:-1], k[:-1] + np.diff(q))),
 }
@@ -804,18 +798,16 @@ def _scales_tiled(x: Prepared, given: Mapping[str, Any], which: str) -> Mapping[
     return changed
 
 
-def _scale_of_block(given: Mapping[str, Any], name: str, size: int) -> Any:
-    scales = np.asarray(given[name])
-    if scales.ndim < 3 or given.get("block_table") is not None:
-        return scales
-    return scales[..., np.arange(scales.shape[-1]) // size * size]
+def _scale_at(place: Callable[[Array, int], Array]) -> Callable[..., Any]:
+    """Read the scale of token ``place(j, size)`` for token j."""
 
+    def change(given: Mapping[str, Any], name: str, size: int) -> Any:
+        scales = np.asarray(given[name])
+        if scales.ndim < 3 or given.get("block_table") is not None:
+            return scales
+        return scales[..., place(np.arange(scales.shape[-1]), size)]
 
-def _scales_repeat(given: Mapping[str, Any], name: str, size: int) -> Any:
-    scales = np.asarray(given[name])
-    if scales.ndim < 3 or given.get("block_table") is not None:
-        return scales
-    return scales[..., np.arange(scales.shape[-1]) % size]
+    return change
 
 
 def _scales_transposed(given: Mapping[str, Any], name: str) -> Any:
@@ -895,9 +887,9 @@ ARRANGED: dict[str, Alter] = {
     "scales_divide": _rescaled(lambda given, name: 1 / np.asarray(given[name])),
     "scales_tiled": _scales_tiled,
     "scales_in_sum": _scales_in_sum,
-    "scales_of_block": _rescaled(_scale_of_block),
+    "scales_of_block": _rescaled(_scale_at(lambda j, size: j // size * size)),
     "scales_transposed": _rescaled(_scales_transposed),
-    "scales_repeat": _rescaled(_scales_repeat),
+    "scales_repeat": _rescaled(_scale_at(lambda j, size: j % size)),
     "scales_swapped": _rescaled(lambda given, name: given["kv".replace(name[0], "") + name[1:]]),
     "scales_of_first_for_all": _rescaled(_scale_of_first),
     "pages_by_place": _pages_by_place,

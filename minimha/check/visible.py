@@ -190,8 +190,9 @@ def from_window(
         pages = np.asarray(table)[:, np.minimum(x.j // size, np.shape(table)[1] - 1)]
         moved.j = (pages * size + x.j % size)[:, None, None]
         return moved, x, ALL
-    way = "left side" if "keys_count_from_window" in d else d.get("pages_from_window", "")
-    if not way or left is None or (table is None and "pages_from_window" in d):
+    way = d.get("pages_from_window") if table is not None else None
+    way = "left side" if "keys_count_from_window" in d else way
+    if way is None or left is None:
         return x, x, ALL
     size = x.Lk if table is None else np.shape(given.arguments["k"])[2]
     start = np.clip(x.offset - left, 0, x.lengths)
@@ -235,11 +236,18 @@ def offset(x: Prepared, d: Mapping[str, Any], of: str) -> NDArray[Any]:
         keys, queries = (n.max() if how == "longest" else n.sum() for n in both)
         return np.full_like(x.offset, keys - queries)
     if of == "alibi" and "alibi_from_first_row" in d:
-        starts = x.arguments.get("cu_seqlens_q", 0)
-        of_keys = np.asarray(x.arguments.get("cu_seqlens_k", starts))
-        moved = (starts * (d["alibi_from_first_row"] == "both") - of_keys)[:-1]
+        queries, keys = first_rows(x, x.arguments)
+        moved = queries * (d["alibi_from_first_row"] == "both") - keys
         return np.asarray(x.offset + moved.reshape(-1, 1, 1, 1))
     return np.asarray(x.offset + d.get("offset_moved", 0))
+
+
+def first_rows(x: Prepared, arguments: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the first row of each entry, or sequence, among all queries and among all keys."""
+    starts, b = arguments.get("cu_seqlens_q"), np.arange(x.B)
+    if starts is None:
+        return b * x.Lq, b * x.Lk
+    return np.asarray(starts)[:-1], np.asarray(arguments.get("cu_seqlens_k", starts))[:-1]
 
 
 def _unless_0(x: Prepared) -> NDArray[Any]:

@@ -52,7 +52,7 @@ class Scores:
         self.is_free = np.zeros(self.x.shape[:3], bool)
         self.is_lse_free = np.zeros(self.x.shape[:3], bool)
         self.factor: Array | float = 1.0  # of all weights
-        self.is_twice: Array | None = None  # keys with twice their weight
+        self.is_twice: Array | None = None  # keys that an index of -1 names once more
         self.returned: Array | None = None  # log-sum-exp, if it is not that of the weights' sums
 
     def multiply(self) -> None:
@@ -152,11 +152,15 @@ class Scores:
         if "parts_merged_wrongly" in self.d:
             self.weigh_parts(*self.d["parts_merged_wrongly"])
         if "last_block_moved_back" in self.d:  # to be whole, so that it has keys of another, too
-            block = self.d["last_block_moved_back"]
-            end = self.x.Lk // block * block
-            self.is_twice = (self.x.j >= self.x.Lk - block) & (self.x.j < end) & (end < self.x.Lk)
+            x, block = self.x, self.d["last_block_moved_back"]
+            end = x.Lk // block * block
+            self.count_twice((x.j >= x.Lk - block) & (x.j < end) & (end < x.Lk))
         if self.is_twice is not None:
-            self.S = np.where(self.is_twice, self.S + np.log(2), self.S)
+            self.count_twice(self.is_twice)
+
+    def count_twice(self, keys: Array) -> None:
+        """Double the weight of some keys."""
+        self.S = np.where(keys, self.S + np.log(2), self.S)
 
     def seen_in_parts(self, split: tuple[str, int]) -> Array:
         """Return whether each query sees a key of each part, (B, H, Lq, parts)."""

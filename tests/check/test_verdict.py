@@ -136,6 +136,7 @@ def test_bugs_that_only_other_problems_show_are_named(function, deviation):
 def test_a_log_sum_exp_in_base_2_is_a_convention_only_if_it_always_is():
     report = minimha.check(wrong.lse_in_base_2_of_many_keys)
     assert (report.verdict, report.deviations) == ("wrong", ("lse_base_2",))
+    assert report.findings.conditions == {"lse_base_2": "Lk > 512"}
     assert "wrong: the log-sum-exp has base 2, where Lk > 512." in str(report)
 
 
@@ -144,6 +145,7 @@ def test_a_log_sum_exp_in_base_2_is_a_convention_only_if_it_always_is():
     [
         ("scale_missing", "softmax_base_2", "heads_not_moved_back"),
         ("scale_1_over_d", "kv_heads_tiled", "causal_top_left", "mask_inverted"),
+        pytest.param(("kv_heads_tiled", "mask_inverted", "lse_base_2"), marks=pytest.mark.thorough),
     ],
 )
 def test_three_and_four_deviations_are_named(names):

@@ -697,13 +697,18 @@ def positions(q, k, q_offset):
     return first + np.arange(q.shape[2])[:, None], np.arange(k.shape[2])
 
 
+def sides(window_size):
+    """Return how many keys are seen to the left and to the right; None has no limit."""
+    return (side if side is not None else 1 << 20 for side in window_size)
+
+
 @has("window_left_from_end")
 def window_before_the_last_key(q, k, v, window_size=None, q_offset=0):
     """As in a cache whose last key is the last query's."""
     if window_size is None:
         return padded(q, k, v, True)
     p, j = positions(q, k, q_offset)
-    left, right = (side if side is not None else 1 << 20 for side in window_size)
+    left, right = sides(window_size)
     last = positions(q, k, k.shape[2] - q.shape[2])[0]
     return padded(q, k, v, (j >= last - left) & (j <= p + right))
 
@@ -713,7 +718,7 @@ def loop_to_the_last_row_of_a_tile(q, k, v, window_size=None, q_offset=0):
     if window_size is None:
         return padded(q, k, v, True)
     p, j = positions(q, k, q_offset)
-    left, right = (side if side is not None else 1 << 20 for side in window_size)
+    left, right = sides(window_size)
     end = np.minimum(np.arange(q.shape[2]) // 32 * 32 + 32, q.shape[2])[:, None] + right
     return padded(q, k, v, (j >= p - left) & (j <= p + right) & (j < end))
 
@@ -724,7 +729,7 @@ def masked_from_the_next_block_on(q, k, v, is_causal=False, q_offset=0):
     if not is_causal:
         return padded(q, k, v, True)
     p, j = positions(q, k, q_offset)
-    first = positions(q, k, q_offset)[0] - np.arange(q.shape[2])[:, None] % 32
+    first = p - np.arange(q.shape[2])[:, None] % 32
     return padded(q, k, v, (j <= p) | (j < (first + 31) // 32 * 32))
 
 
@@ -750,7 +755,7 @@ def keys_of_the_window_read_from_the_first(q, k, v, window_size=None, q_offset=0
     if window_size is None:
         return padded(q, k, v, True)
     p, j = positions(q, k, q_offset)
-    left, right = (side if side is not None else 1 << 20 for side in window_size)
+    left, right = sides(window_size)
     start = np.maximum(p[:, :, :1] - left, 0)
     j = start + j
     return padded(q, k, v, (j >= p - left) & (j <= p + right) & (j < k.shape[2]))
